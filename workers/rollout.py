@@ -22,8 +22,9 @@ from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, ca
 from rlpack.rollout.device_memory import used_bytes
 from rlpack.rollout.engine import STREAMING_ENGINES, Engine, StreamingEngine, engine_class
 from rlpack.rollout.errors import CanaryError, EngineError
-from rlpack.rollout.in_flight import GroupsInFlight
+from rlpack.rollout.in_flight import RowsInFlight
 from rlpack.rollout.types import Generations, SamplingParams, TrajectoryBatch
+from rlpack.rollout.usable_responses import usable_responses
 from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, sharded
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class RolloutWorker(Worker):
         """
         super().__init__(context)
         self._adapters_only, self._rebuild = adapters_only, rebuild
-        self._in_flight: GroupsInFlight | None = None
+        self._in_flight: RowsInFlight | None = None
         self._is_unhealthy = self._is_interrupted = False
         self._engine = engine
         self._tokenizer = tokenizer
@@ -107,35 +108,46 @@ class RolloutWorker(Worker):
         generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
         return self._rows(shard, generations)
 
-    @one_rank(reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, "engine_failure"))
+    @one_rank(
+        reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, "engine_failure", "engine_has_failed")
+    )
     def advance(
-        self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float
+        self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float, enough: int
     ) -> BatchedDataDict:
-        """Start more rows of a generation, and return its groups that have ended, as soon as there are some.
+        """Start more rows of a generation, and return those that have ended.
+
+        The call ends as soon as a group has ended, a row has failed, or `enough` rows have ended.
 
         Args:
-            rows: as of `generate`, whole groups; may be none.
+            rows: as of `generate`; may be none.
             params: how tokens are sampled, the same in all calls of the generation.
             generation: number of the generation that the rows belong to.
             oldest: number of the oldest generation that is waited for; rows of earlier ones are aborted.
             timeout_s: longest wait, in seconds.
+            enough: how many rows make room for others that wait; 0 if none wait.
 
         Returns:
-            The columns of `generate`, and `engine_failure`: why a row has no response, "" if it has one.
+            The columns of `generate`; `engine_failure`: why a row has no response, "" if it has one; and
+            `engine_has_failed`: whether the engine has to be replaced before it gets rows again.
 
         Raises:
-            EngineError: an update of the weights is under way or failed, or a response has values that no model
-                returns.
+            EngineError: an update of the weights is under way or failed.
         """
         self._received.check_usable()
+        engine = cast(StreamingEngine, self._engine)
         if self._in_flight is None:
-            self._in_flight = GroupsInFlight(cast(StreamingEngine, self._engine))
+            self._in_flight = RowsInFlight(engine)
         self._in_flight.abandon(oldest)
         self._in_flight.begin(rows, params, generation)
-        ended = self._in_flight.ended(generation, timeout_s)
-        if any(ended.failures):
-            self._is_unhealthy = True
-        return self._rows(ended.rows, ended.generations).union({"engine_failure": ended.failures})
+        ended = self._in_flight.ended(generation, timeout_s, enough)
+        self._is_unhealthy |= any(ended.has_engine_failed)
+        generations, failures = usable_responses(engine, ended)
+        return self._rows(ended.rows, generations).union(
+            {
+                "engine_failure": failures,
+                "engine_has_failed": torch.full((len(failures),), self._is_unhealthy, dtype=torch.bool),
+            }
+        )
 
     @broadcast
     def interrupt(self) -> None:

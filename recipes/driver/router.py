@@ -1,23 +1,25 @@
-"""The router: sends groups of requests to the engines of streaming rollout ranks, and again where an engine fails.
+"""The router: sends groups of requests to the engines of streaming rollout ranks, and again where rows fail.
 
     driver                                   rank r (one engine)
     ------                                   -------------------
-    groups ─► rank with the fewest tokens ─► advance(new groups): begin them, wait until some groups end
-           ◄─ groups that ended ───────────  rows, and why a row failed
+    groups ─► rank with the fewest tokens ─► advance(new rows): begin them, wait until some end
+           ◄─ rows that ended ─────────────  rows, and why a row failed
 
-One call per rank is under way; it returns as soon as a group ends, and the next call brings new groups. Ranks never
-wait for each other. A rank waits for a group that ends, for at most `call_s`; the driver waits for the first rank that
-returns.
+One call per rank is under way; it returns as soon as a group ends or there is room for waiting rows, and the next call
+brings new ones. Ranks never wait for each other. A rank waits for rows that end, for at most `call_s`; the driver waits
+for the first rank that returns.
 
 Invariants (tests/unit/recipes/driver/test_router.py):
 
-1. every group is returned once, whole; all its rows come from one engine;
-2. a rank has at most `capacity` rows in flight, or a single larger group;
+1. every group is returned once, whole. It is sent to one engine, so that its prompt is computed once;
+2. a rank gets another group as soon as it has fewer than `capacity` rows in flight, so at most `capacity` - 1 rows and
+   that group; the engine itself queues those that it has no room for. A row that ended makes room at once;
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
-4. a group that fails is sent again, to another engine if there is one, at most `MOST_ATTEMPTS` times in all. An engine
-   that failed gets no more groups, of this generation or another, until it is replaced: before the next generation
-   begins, if that is possible then, or if no other is left. If the ranks are started again, all groups in flight have
-   failed, and all engines are without weights;
+4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. It fails if its
+   response can't be used: then it goes to another engine if there is one. It also fails with its engine, which gets no
+   more rows, of this generation or another, until it is replaced: before the next generation begins, if that is
+   possible then, or if no other is left. An engine that was replaced has lost its rows in flight. If the ranks are
+   started again, all rows in flight have failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
@@ -80,12 +82,12 @@ class Router:
             group: the rollout role.
             params: how tokens are sampled.
             capacity: rows that an engine runs at once.
-            access: turns of generations and publications.
+            access: turns of generations and publications, and the engines that failed.
             replace_engines: starts new engines for those that failed, with the same weights; called with the number of
                 the generation, and whether no engine is left. It returns False if only a publication can do that; if
                 none is left, that is then waited for.
-            call_s: longest wait of a call for a group that ends, in seconds: how late a rank with work gets the groups
-                of a failed one, and how long a publication waits.
+            call_s: longest wait of a call for rows that end, in seconds: how late a rank with work gets the rows of a
+                failed one, and how long a publication waits.
 
         Attributes:
             repeated: how many rows were sent again.
@@ -102,29 +104,33 @@ class Router:
             prompts: `input_ids`, `seeds`, `group_ids` (rows of a group are adjacent) and `uid`.
 
         Raises:
-            RoleError: a rank raised, died or missed its deadline, or a group failed `MOST_ATTEMPTS` times.
+            RoleError: a rank raised, died or missed its deadline, or a row failed `MOST_ATTEMPTS` times.
         """
         self._prompts = prompts
         ids = prompts["group_ids"].numpy()
-        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)) if ids.size else np.zeros(0, dtype=np.int64)
-        self._rows = dict(enumerate(np.split(np.arange(ids.size), starts[1:]))) if ids.size else {}
+        self._group_of = np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)
+        self._left = np.bincount(self._group_of)  # rows that have not ended, by group
         lengths = lengths_of(prompts["input_ids"])
         assert lengths is not None, "prompts are rows of tokens"
-        self._tokens = lengths.numpy() + self._params.max_new_tokens
-        self._group_of = np.repeat(np.arange(len(self._rows)), [rows.size for rows in self._rows.values()])
+        self._tokens: list[int] = (lengths + self._params.max_new_tokens).tolist()
         self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
         self._attempts: Counter[int] = Counter()
-        self._waiting = deque(self._rows)
+        self._avoided: dict[int, set[int]] = {}  # the ranks whose response to a row could not be used
+        # Rows of one group each: all of them, or those that failed together.
+        firsts = np.cumsum(self._left)[:-1]
+        self._waiting = deque(rows.tolist() for rows in np.split(np.arange(ids.size), firsts) if rows.size)
+        self._ended: BatchedDataDict | None = None  # rows of groups that have not ended
         self._access.load.queue(self._num_waiting())
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
+        self._tokens_of: Counter[int] = Counter()  # in flight, by rank
         for rank in self._in_flight:
             self._access.load.add(rank, 0)
         try:
             with self._access.generation() as self._generation:
                 yield from self._run()
         finally:  # rows are left if a rank failed, or nobody asks for the others
-            for rank in self._in_flight:
-                self._access.load.add(rank, -self._num_rows(rank))
+            for rank, rows in self._in_flight.items():
+                self._access.load.add(rank, -len(rows))
             self._access.load.queue(-self._num_waiting())
 
     def _run(self) -> Iterator[BatchedDataDict]:
@@ -164,19 +170,18 @@ class Router:
         return self._in_flight.keys() - self._access.failed
 
     def _lose_all(self, calls: dict[int, _CallUnderWay]) -> None:
-        """Queue all groups in flight again: the ranks were started again, and none of their engines has weights.
+        """Queue all rows in flight again: the ranks were started again, and none of their engines has weights.
 
         Raises:
-            RoleError: a group failed too often.
+            RoleError: a row failed too often.
         """
         self._num_starts = self._group.ranks.num_starts
         self._access.record_starts(self._num_starts, self._group.num_ranks)
         calls.clear()
-        for rank, groups in self._in_flight.items():
-            self._access.load.add(rank, -self._num_rows(rank))
-            lost, self._in_flight[rank] = sorted(groups), set()
-            if lost:
-                self._repeat(rank, lost, "its process was started again")
+        for rank, rows in self._in_flight.items():
+            lost = sorted(rows)
+            self._remove(rank, lost)
+            self._repeat(rank, dict.fromkeys(lost, "its process was started again"))
 
     def _get_engines(self) -> None:
         """Get new engines in place of all that failed; no call is under way."""
@@ -194,76 +199,106 @@ class Router:
                     return  # the other calls are lost, too
 
     def _assign(self, free: set[int]) -> dict[int, list[int]]:
-        """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
+        """Assign waiting rows to ranks that have no call under way, and return the rows of each rank."""
         outboxes: dict[int, list[int]] = {rank: [] for rank in self._in_flight}
+        healthy = self._healthy
         while self._waiting:
-            group = self._waiting[0]
-            size = self._rows[group].size
+            rows = self._waiting[0]
+            avoided = set[int]().union(*(self._avoided.get(row, ()) for row in rows))
             open_ranks = [
-                rank for rank in free if not self._in_flight[rank] or self._num_rows(rank) + size <= self._capacity
+                rank for rank in free & (healthy - avoided or healthy) if len(self._in_flight[rank]) < self._capacity
             ]
             if not open_ranks:
                 break
-            rank = min(open_ranks, key=lambda rank: (self._num_tokens(rank), rank))
+            rank = min(open_ranks, key=lambda rank: (self._tokens_of[rank], rank))
             self._waiting.popleft()
-            self._access.load.queue(-size)
-            self._in_flight[rank].add(group)
-            self._access.load.add(rank, size)
-            outboxes[rank].append(group)
+            self._access.load.queue(-len(rows))
+            self._in_flight[rank].update(rows)
+            self._tokens_of[rank] += sum(self._tokens[row] for row in rows)
+            self._access.load.add(rank, len(rows))
+            outboxes[rank] += rows
         return outboxes
 
-    def _advance(self, rank: int, groups: list[int]) -> _CallUnderWay:
-        """Start a call that brings groups to a rank and returns those that end."""
-        places = [self._rows[group] for group in groups]
-        rows = self._prompts.select(np.concatenate(places) if places else np.zeros(0, dtype=np.int64))
-        turn = (self._generation, self._access.oldest, self._call_s)
-        method = RolloutWorker.advance
-        answer_s = self._call_s + _SLACK_S
+    def _remove(self, rank: int, rows: list[int]) -> None:
+        """Note that rows are no longer in flight on a rank."""
+        self._in_flight[rank].difference_update(rows)
+        self._tokens_of[rank] -= sum(self._tokens[row] for row in rows)
+        self._access.load.add(rank, -len(rows))
+
+    def _advance(self, rank: int, rows: list[int]) -> _CallUnderWay:
+        """Start a call that brings rows to a rank and returns those that end."""
+        given = self._prompts.select(np.array(rows, dtype=np.int64))
+        enough = max(1, len(self._in_flight[rank]) - self._capacity + 1) if self._waiting else 0
+        turn = (self._generation, self._access.oldest, self._call_s, enough)
+        method, answer_s = RolloutWorker.advance, self._call_s + _SLACK_S
         deadline = time.monotonic() + answer_s
         pending = self._group.submit_to(
-            *(rank, method, rows, self._params, *turn), of_start=self._num_starts, answer_s=answer_s
+            *(rank, method, given, self._params, *turn), of_start=self._num_starts, answer_s=answer_s
         )
         return _CallUnderWay(pending, deadline)
 
     def _accept(self, rank: int, ended: BatchedDataDict) -> Iterator[BatchedDataDict]:
-        """Yield the groups that a rank answered, and queue those that failed."""
-        places = np.array([self._place_of[row_id] for row_id in ended.row_ids.tolist()], dtype=np.int64)
-        self._in_flight[rank] -= set(self._group_of[places].tolist())
-        self._access.load.add(rank, -ended.num_rows)
-        has_failed = np.array([bool(failure) for failure in ended["engine_failure"]], dtype=bool)
-        if has_failed.any():
-            failure = next(filter(None, ended["engine_failure"]))
+        """Take the rows that a rank returned: queue those that failed again, and yield the groups that are complete."""
+        if not ended.num_rows:
+            return
+        rows = self._places(ended)
+        self._remove(rank, rows.tolist())
+        failures: list[str] = ended["engine_failure"]
+        failed = {row: failure for row, failure in zip(rows.tolist(), failures, strict=True) if failure}
+        if ended["engine_has_failed"].any():
             self._access.record_failure(rank)
-            self._repeat(rank, np.unique(self._group_of[places[has_failed]]).tolist(), failure)
-        if not has_failed.all():
-            yield ended.select(np.flatnonzero(~has_failed)).drop(["engine_failure"])
+        else:
+            for row in failed:
+                self._avoided.setdefault(row, set()).add(rank)
+        self._repeat(rank, failed)
+        answered = np.array([not failure for failure in failures], dtype=bool)
+        if answered.any():
+            np.subtract.at(self._left, self._group_of[rows[answered]], 1)
+            answers = ended.select(np.flatnonzero(answered)).drop(["engine_failure", "engine_has_failed"])
+            yield from self._complete(answers)
 
-    def _repeat(self, rank: int, groups: list[int], failure: str) -> None:
-        """Queue groups that failed on a rank, before all others.
+    def _complete(self, answers: BatchedDataDict) -> Iterator[BatchedDataDict]:
+        """Yield the groups that are complete with these rows, in the order of the prompts, and keep the others."""
+        kept = answers if self._ended is None else BatchedDataDict.concat([self._ended, answers])
+        rows = self._places(kept)
+        is_complete = self._left[self._group_of[rows]] == 0
+        order = np.argsort(rows)
+        complete, others = order[is_complete[order]], order[~is_complete[order]]
+        self._ended = kept.select(others) if others.size else None
+        if complete.size:
+            yield kept.select(complete)
+
+    def _repeat(self, rank: int, failures: dict[int, str]) -> None:
+        """Queue rows that failed on a rank, with the reasons, before all others.
 
         Raises:
             RoleError: one of them failed too often.
         """
-        rows = sum(self._rows[group].size for group in groups)
-        self.repeated += rows
-        for group in reversed(groups):
-            self._attempts[group] += 1
-            if self._attempts[group] == MOST_ATTEMPTS:
-                uid = self._prompts["uid"][self._rows[group][0]]
-                text = f"prompt {uid} failed {MOST_ATTEMPTS} times on its engines, the last time with: {failure}"
+        self.repeated += len(failures)
+        by_group: dict[int, list[int]] = {}
+        for row, failure in failures.items():
+            self._attempts[row] += 1
+            if self._attempts[row] == MOST_ATTEMPTS:
+                text = f"{self._named(row)} failed {MOST_ATTEMPTS} times, the last time with: {failure}"
                 raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
-            self._waiting.appendleft(group)
-            self._access.load.queue(self._rows[group].size)
-        logger.warning(
-            "the engine of role %s, rank %d, failed: %s; %d rows are generated again from the same seeds",
-            *(self._group.role, rank, failure, rows),
-        )
+            by_group.setdefault(int(self._group_of[row]), []).append(row)
+        for rows in reversed(by_group.values()):
+            self._waiting.appendleft(rows)
+            self._access.load.queue(len(rows))
+        first_of = {failure: row for row, failure in reversed(failures.items())}
+        for failure, count in Counter(failures.values()).items():
+            logger.warning(
+                "role %s, rank %d: %d row(s) are generated again from their seeds, the first one %s: %s",
+                *(self._group.role, rank, count, self._named(first_of[failure]), failure),
+            )
+
+    def _named(self, row: int) -> str:
+        """Return a row's id and prompt, for messages."""
+        return f"row {self._prompts.row_ids[row]} of prompt {self._prompts['uid'][row]}"
+
+    def _places(self, rows: BatchedDataDict) -> np.ndarray:
+        """Return the places of rows among the prompts, int64 [B]."""
+        return np.array([self._place_of[row_id] for row_id in rows.row_ids.tolist()], dtype=np.int64)
 
     def _num_waiting(self) -> int:
-        return sum(self._rows[group].size for group in self._waiting)
-
-    def _num_rows(self, rank: int) -> int:
-        return sum(self._rows[group].size for group in self._in_flight[rank])
-
-    def _num_tokens(self, rank: int) -> int:
-        return sum(int(self._tokens[self._rows[group]].sum()) for group in self._in_flight[rank])
+        return sum(map(len, self._waiting))

@@ -100,6 +100,7 @@ _TABLE = (
     Field("completion", "list", None),
     Field("finish_reason", "list", None, is_name=True),
     Field("engine_failure", "list", None, is_name=True),
+    Field("engine_has_failed", "per-row", torch.bool),
     Field("uid", "list", None, is_name=True),
 )
 FIELDS = {field.name: field for field in _TABLE}

@@ -277,28 +277,22 @@ class WorkerGroup(Generic[W]):
             batch: the rows.
             args: further arguments of the method.
             of_start: `ranks.num_starts` at the first call of those whose rows the rank may hold; None for now.
-            answer_s: deadline of the answer, in seconds from now; None for `placement.call_timeout_s`, from when the
-                result is waited for.
+            answer_s: deadline of the answer, in seconds from now; None for that of `Pending.result`.
 
         Raises:
             RanksRestartedError: the ranks were started again since, so rows that they held are lost; raised here or by
                 `Pending.result`.
-            RoleError: raised by `Pending.result`: the rank raised, died or missed its deadline, or its rows lack a
-                column.
+            RoleError: raised by `Pending.result`: the rank raised, died or was late, or its rows lack a column.
             MissingColumnError: the batch lacks a column that the method reads.
         """
         columns = self._dispatch(method).columns
         call = f"{self.role}.{method.__name__}"
         names = columns.columns_to_send(batch, args, {}, call=call, producers=self._producers)
         rows = BatchedDataDict(dict(batch.keep(names)), row_ids=batch.row_ids)
+        start = self.ranks.num_starts if of_start is None else of_start
+        limits = {"of_start": start, "answer_s": answer_s}
         pending = self.ranks.submit(
-            Call(
-                *(self.role, method.__name__, [(rows, *args)], {}),
-                returns_rows=True,
-                ranks=(rank,),
-                of_start=self.ranks.num_starts if of_start is None else of_start,
-                answer_s=answer_s,
-            )
+            Call(self.role, method.__name__, [(rows, *args)], {}, returns_rows=True, ranks=(rank,), **limits)
         )
 
         def result_rows() -> BatchedDataDict:

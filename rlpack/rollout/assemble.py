@@ -48,8 +48,7 @@ def assemble(
     if len(set(counts)) > 1:
         raise EngineError(f"trajectories, group ids and uids have {counts} rows; they need the same number")
     segments = trajectories.token_ids
-    _check_values(trajectories, vocab_size)
-    _check_versions(trajectories, policy_version)
+    check_trajectories(trajectories, vocab_size=vocab_size, policy_version=policy_version)
     lengths = _sum_by_row(segments.lengths, trajectories)
     is_sampled = torch.ones_like(trajectories.logprobs, dtype=torch.bool)
     mask = Ragged(_spread(is_sampled, trajectories, 0), lengths)
@@ -66,6 +65,19 @@ def assemble(
             "uid": list(uids),
         }
     )
+
+
+def check_trajectories(
+    trajectories: TrajectoryBatch, *, vocab_size: int | None = None, policy_version: int | None = None
+) -> None:
+    """Check values that an engine returned; arguments as of `assemble`.
+
+    Raises:
+        EngineError: a token id is outside the vocabulary, a log-prob is NaN, infinite or above 0, or a policy version
+            can't have sampled its token.
+    """
+    _check_values(trajectories, vocab_size)
+    _check_versions(trajectories, policy_version)
 
 
 def _spread(values: Tensor, trajectories: TrajectoryBatch, fill: int) -> Tensor:
@@ -133,4 +145,5 @@ def _place(trajectories: TrajectoryBatch, position: int) -> str:
     segment = int(trajectories.token_ids.segment_ids[position])
     row = int(_rows_of_segments(trajectories)[segment])
     index = segment - int(trajectories.num_segments[:row].sum())
-    return f"in segment {index} ({trajectories.sources[segment]}) of row {row}"
+    of_row = f" of row {row}" if trajectories.num_rows > 1 else ""  # the caller names a single one
+    return f"in segment {index} ({trajectories.sources[segment]}){of_row}"

@@ -149,8 +149,8 @@ class StreamingEngine(Engine, Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """Forget all rows that are in flight."""
+    def abort(self, keys: Sequence[int] | None = None) -> None:
+        """Forget rows that are in flight: those with these keys, by default all."""
         ...
 
     def interrupt(self) -> None:

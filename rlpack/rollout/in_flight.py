@@ -1,16 +1,17 @@
-"""The groups that a streaming engine is answering: a group is returned once all its rows are answered.
+"""The rows that a streaming engine is answering, and when those that ended are worth an answer to the driver.
 
 Invariants (tests/unit/rollout/test_in_flight.py):
 
-1. every row that was begun is returned once, with its group, answered or failed, unless its generation was abandoned;
-2. a group of which a row failed has failed as a whole;
-3. generations may run at the same time; each is returned its own groups.
+1. every row that was begun is returned once, answered or failed, unless its generation was abandoned; none is begun a
+   second time here, so that the driver counts all repetitions;
+2. rows that ended are returned as soon as the last one of a group has, one has failed, or `enough` of them have;
+3. generations may run at the same time; each is returned its own rows, and abandoning one leaves the others alone.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,68 +19,79 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.rollout.engine import FinishedRow, StreamingEngine
-from rlpack.rollout.types import FinishReason, Generations, SamplingParams
+from rlpack.rollout.types import SamplingParams
 
-# Groups that end within this time after a first one, in seconds, are returned with it.
+# Rows that end within this time after those that are worth an answer, in seconds, are returned with them.
 _COALESCE_S = 0.02
 
 
-class EndedGroups(NamedTuple):
-    """Groups that ended.
+class EndedRows(NamedTuple):
+    """Rows that ended.
 
     Attributes:
         rows: `input_ids` (the prompts), `group_ids` and `uid`, with the ids that they were begun with.
-        generations: their responses; those of failed rows are empty.
+        params: how their tokens were sampled.
+        responses: what the engine returned for each row; None if it failed.
         failures: why a row has no response; "" if it has one.
+        has_engine_failed: whether the engine that failed the row is the present one, for each row.
     """
 
     rows: BatchedDataDict
-    generations: Generations
+    params: SamplingParams
+    responses: list[Any]
     failures: list[str]
+    has_engine_failed: list[bool]
 
 
-@dataclass
-class _Group:
-    """The rows of one prompt, and the answers to them so far.
+@dataclass(eq=False)
+class _Begun:
+    """Rows that were begun by one call.
 
     Attributes:
         generation: its number.
-        rows: `input_ids`, `group_ids`, `uid` and `seeds`.
+        rows: `input_ids`, `group_ids` and `uid`.
         params: how tokens are sampled.
-        keys: names of the rows in the engine, in their order.
-        answers: of the engine, by key.
+        left: how many rows of each group run, by its id.
     """
 
     generation: int
     rows: BatchedDataDict
     params: SamplingParams
-    keys: list[int] = field(default_factory=list)
-    answers: dict[int, FinishedRow] = field(default_factory=dict)
+    left: Counter[int]
+
+
+class _Row(NamedTuple):
+    """A row: its place among those that were begun with it, and its group."""
+
+    begun: _Begun
+    place: int
+    group: int
+
+
+class _Ended(NamedTuple):
+    """A row that ended, its answer, and whether the present engine failed."""
+
+    row: _Row
+    answer: FinishedRow
+    has_engine_failed: bool
 
     @property
-    def failure(self) -> str:
-        """Return why a row failed, or ""."""
-        return next((answer.failure for answer in self.answers.values() if answer.failure), "")
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether all rows are answered, or one has failed."""
-        return len(self.answers) == self.rows.num_rows or bool(self.failure)
+    def is_last_of_group(self) -> bool:
+        return not self.row.begun.left[self.row.group]
 
 
-class GroupsInFlight:
+class RowsInFlight:
     """What one engine is answering."""
 
     def __init__(self, engine: StreamingEngine) -> None:
-        """Start without any group."""
+        """Start without any row."""
         self._engine = engine
         self._next_key = 0
-        self._groups: dict[int, _Group] = {}  # by the key of each of their rows
-        self._ended: list[_Group] = []
-        self._lost: list[_Group] = []
+        self._running: dict[int, _Row] = {}
+        self._ended: list[_Ended] = []
 
     def begin(self, rows: BatchedDataDict, params: SamplingParams, generation: int) -> None:
-        """Start the rows of whole groups.
+        """Start rows.
 
         Args:
             rows: `input_ids`, `seeds`, `group_ids` and `uid`.
@@ -90,115 +102,86 @@ class GroupsInFlight:
             return
         # Copies: rows end later than this call, which ends the tokens' memory.
         prompts: Ragged = rows["input_ids"]
-        columns = {
-            "input_ids": Ragged(prompts.values.clone(), prompts.lengths.clone()),
-            "group_ids": rows["group_ids"].clone(),
-            "seeds": rows["seeds"].clone(),
-            "uid": list(rows["uid"]),
-        }
-        own = BatchedDataDict(columns, row_ids=rows.row_ids.copy())
-        ids = own["group_ids"]
-        self._start([_Group(generation, own.select((ids == group).nonzero()[:, 0]), params) for group in ids.unique()])
+        own = Ragged(prompts.values.clone(), prompts.lengths.clone())
+        columns = {"input_ids": own, "group_ids": rows["group_ids"].clone(), "uid": list(rows["uid"])}
+        groups: list[int] = rows["group_ids"].tolist()
+        begun = _Begun(generation, BatchedDataDict(columns, row_ids=rows.row_ids.copy()), params, Counter(groups))
+        keys = range(self._next_key, self._next_key + len(groups))
+        self._engine.begin(keys, own, params, rows["seeds"].numpy())
+        self._next_key = keys.stop
+        self._running |= {key: _Row(begun, place, groups[place]) for place, key in enumerate(keys)}
 
     def abandon(self, oldest: int) -> None:
-        """Forget the groups of generations before `oldest`, whose results nobody waits for."""
-        kept = {id(group): group for group in self._groups.values() if group.generation >= oldest}
-        if len(kept) < len({id(group) for group in self._groups.values()}):
-            self._engine.abort()  # all rows; those of other generations begin again from their seeds
-            self._groups.clear()
-            self._start(list(kept.values()))
-        self._ended = [group for group in self._ended if group.generation >= oldest]
-        self._lost = [group for group in self._lost if group.generation >= oldest]
+        """Forget the rows of generations before `oldest`, whose results nobody waits for."""
+        keys = [key for key, row in self._running.items() if row.begun.generation < oldest]
+        if keys:
+            self._engine.abort(keys)
+        for key in keys:
+            del self._running[key]
+        self._ended = [ended for ended in self._ended if ended.row.begun.generation >= oldest]
 
     def move_to(self, engine: StreamingEngine) -> None:
-        """Use another engine, which gets the groups in flight from their seeds as soon as they are asked for."""
+        """Use another engine; the rows in flight have failed, and the driver begins them again."""
         self._engine = engine
-        failed = [group for group in self._ended if group.failure]
-        self._lost += [*{id(group): group for group in self._groups.values()}.values(), *failed]
-        self._ended = [group for group in self._ended if not group.failure]
-        self._groups.clear()
+        lost = "the engine that had it in flight was replaced"
+        self._ended = [ended._replace(has_engine_failed=False) for ended in self._ended]
+        for key, row in self._running.items():
+            row.begun.left[row.group] -= 1
+            self._ended.append(_Ended(row, FinishedRow(key, None, lost), has_engine_failed=False))
+        self._running.clear()
 
-    def ended(self, generation: int, timeout_s: float) -> EndedGroups:
-        """Return the groups of a generation that ended since its last call, as soon as there are some.
+    def ended(self, generation: int, timeout_s: float, enough: int = 0) -> EndedRows:
+        """Return the rows of a generation that ended since its last call, as soon as they are worth it.
 
         Args:
             generation: its number.
-            timeout_s: after this time, in seconds, there may be none.
+            timeout_s: after this time, in seconds, all that ended are returned, and there may be none.
+            enough: so many rows are returned although they complete no group; 0 for no number of rows.
         """
-        lost, self._lost = self._lost, []
-        self._start(lost)
         deadline = time.monotonic() + timeout_s
-        while self._is_running(generation) and not self._has_ended(generation):
+        while self._is_running(generation) and not self._is_worth_it(generation, enough):
             if (left := deadline - time.monotonic()) <= 0:
                 break
             self._record(self._engine.finished(left))
-        if self._has_ended(generation) and self._is_running(generation):
+        if self._is_running(generation) and self._is_worth_it(generation, enough):
             time.sleep(_COALESCE_S)
             self._record(self._engine.finished(0.0))
-        own = [group for group in self._ended if group.generation == generation]
-        self._ended = [group for group in self._ended if group.generation != generation]
-        return self._collect(own)
+        own = [ended for ended in self._ended if ended.row.begun.generation == generation]
+        self._ended = [ended for ended in self._ended if ended.row.begun.generation != generation]
+        return _columns(own)
 
     def _is_running(self, generation: int) -> bool:
-        return any(group.generation == generation for group in self._groups.values())
+        return any(row.begun.generation == generation for row in self._running.values())
 
-    def _has_ended(self, generation: int) -> bool:
-        return any(group.generation == generation for group in self._ended)
-
-    def _start(self, groups: Sequence[_Group]) -> None:
-        """Begin all rows of groups, by one call of the engine for each kind of sampling."""
-        for params in dict.fromkeys(group.params for group in groups):
-            alike = [group for group in groups if group.params == params]
-            for group in alike:
-                group.answers.clear()
-                group.keys = list(range(self._next_key, self._next_key + group.rows.num_rows))
-                self._next_key += group.rows.num_rows
-                self._groups |= dict.fromkeys(group.keys, group)
-            rows = BatchedDataDict.concat([group.rows for group in alike])
-            keys = [key for group in alike for key in group.keys]
-            self._engine.begin(keys, rows["input_ids"], params, rows["seeds"].numpy())
+    def _is_worth_it(self, generation: int, enough: int) -> bool:
+        own = [ended for ended in self._ended if ended.row.begun.generation == generation]
+        return 0 < enough <= len(own) or any(ended.answer.failure or ended.is_last_of_group for ended in own)
 
     def _record(self, answers: Sequence[FinishedRow]) -> None:
-        """Add answers to their groups."""
+        """Note the answers of rows that run; others were abandoned."""
         for answer in answers:
-            group = self._groups.get(answer.key)
-            if group is None:  # of a group that failed already
-                continue
-            group.answers[answer.key] = answer
-            if group.has_ended:
-                self._ended.append(group)
-                for key in group.keys:
-                    del self._groups[key]
+            if answer.key in self._running:
+                row = self._running.pop(answer.key)
+                row.begun.left[row.group] -= 1
+                self._ended.append(_Ended(row, answer, has_engine_failed=bool(answer.failure)))
 
-    def _collect(self, groups: Sequence[_Group]) -> EndedGroups:
-        """Return groups of one generation as columns."""
-        done = [group for group in groups if not group.failure]
-        failed = [group for group in groups if group.failure]
-        responses: list[Any] = [group.answers[key].response for group in done for key in group.keys]
-        answered = self._engine.to_generations(responses, done[0].params if done else SamplingParams())
-        failures = [group.failure for group in failed for _ in range(group.rows.num_rows)]
-        rows = [group.rows.drop(["seeds"]) for group in (*done, *failed)]
-        return EndedGroups(
-            BatchedDataDict.concat(rows) if rows else _no_rows(),
-            _with_empty(answered, len(failures)),
-            [""] * len(responses) + failures,
-        )
+
+def _columns(ended: Sequence[_Ended]) -> EndedRows:
+    """Return rows of one generation as columns."""
+    order = sorted(ended, key=lambda one: one.answer.key)  # rows that were begun together are adjacent
+    places: dict[_Begun, list[int]] = {}
+    for one in order:
+        places.setdefault(one.row.begun, []).append(one.row.place)
+    parts = [begun.rows.select(rows) for begun, rows in places.items()]
+    return EndedRows(
+        BatchedDataDict.concat(parts) if parts else _no_rows(),
+        order[0].row.begun.params if order else SamplingParams(),
+        [one.answer.response for one in order],
+        [one.answer.failure for one in order],
+        [one.has_engine_failed for one in order],
+    )
 
 
 def _no_rows() -> BatchedDataDict:
     columns = {"input_ids": Ragged.from_rows([], torch.int64), "group_ids": torch.zeros(0, dtype=torch.int64)}
     return BatchedDataDict(columns | {"uid": []}, row_ids=[])
-
-
-def _with_empty(generations: Generations, count: int) -> Generations:
-    """Return generations with `count` empty rows after them."""
-    if count == 0:
-        return generations
-
-    def padded(column: Ragged) -> Ragged:
-        return Ragged(column.values, torch.cat([column.lengths, torch.zeros(count, dtype=column.lengths.dtype)]))
-
-    reasons: list[FinishReason] = [*generations.finish_reasons, *repeat("length", count)]
-    return Generations(
-        padded(generations.token_ids), padded(generations.logprobs), padded(generations.policy_versions), reasons
-    )

@@ -128,10 +128,13 @@ def to_generations(outputs: Sequence[Any], params: SamplingParams) -> Generation
     Raises:
         EngineError: a row has no result that can be used; it is named.
     """
-    reasons: list[FinishReason] = [_finish_reason(row, output, params) for row, output in enumerate(outputs)]
+    # The caller names a single row.
+    names = [f" of row {row}" for row in range(len(outputs))] if len(outputs) > 1 else [""]
+    named = list(zip(names, outputs, strict=False))
+    reasons: list[FinishReason] = [_finish_reason(of_row, output, params) for of_row, output in named]
     tokens = [torch.tensor(output.token_ids, dtype=torch.int64) for output in outputs]
-    logprobs = [_logprobs(row, output, params) for row, output in enumerate(outputs)]
-    versions = [_versions(row, output) for row, output in enumerate(outputs)]
+    logprobs = [_logprobs(of_row, output, params) for of_row, output in named]
+    versions = [_versions(of_row, output) for of_row, output in named]
     return Generations(
         token_ids=Ragged.from_rows(tokens, torch.int64),
         logprobs=Ragged.from_rows(logprobs, torch.float32),
@@ -140,59 +143,58 @@ def to_generations(outputs: Sequence[Any], params: SamplingParams) -> Generation
     )
 
 
-def _finish_reason(row: int, output: Any, params: SamplingParams) -> FinishReason:
+def _finish_reason(of_row: str, output: Any, params: SamplingParams) -> FinishReason:
     tokens = output.token_ids
     if output.finish_reason not in {"stop", "length"} or not tokens:
         raise EngineError(
-            f"vLLM ended the request of row {row} after {len(tokens)} tokens with {output.finish_reason!r}; "
+            f"vLLM ended the request{of_row} after {len(tokens)} tokens with {output.finish_reason!r}; "
             "a response ends with 'stop' or 'length'"
         )
     if len(tokens) > params.max_new_tokens:
         raise EngineError(
-            f"vLLM ended the response of row {row} after {len(tokens)} tokens, and {params.max_new_tokens} were asked "
-            "for"
+            f"vLLM ended the response{of_row} after {len(tokens)} tokens, and {params.max_new_tokens} were asked for"
         )
     if stops := [token for token in tokens[:-1] if token in params.stop_token_ids]:
-        raise EngineError(f"vLLM's response of row {row} went on after the stop token {stops[0]}")
+        raise EngineError(f"vLLM's response{of_row} went on after the stop token {stops[0]}")
     if tokens[-1] in params.stop_token_ids:
         return "stop"
     if len(tokens) < params.max_new_tokens:
         raise EngineError(
-            f"vLLM ended the response of row {row} after {len(tokens)} of {params.max_new_tokens} tokens, without a "
+            f"vLLM ended the response{of_row} after {len(tokens)} of {params.max_new_tokens} tokens, without a "
             "stop token"
         )
     return "length"
 
 
-def _logprobs(row: int, output: Any, params: SamplingParams) -> torch.Tensor:
+def _logprobs(of_row: str, output: Any, params: SamplingParams) -> torch.Tensor:
     """Return the log-probs of a row's tokens, f32 [n]."""
     flat = output.logprobs
     if flat is None or len(flat.start_indices) != len(output.token_ids):
         count = 0 if flat is None else len(flat.start_indices)
-        raise EngineError(f"vLLM returned {count} log-probs for the {len(output.token_ids)} tokens of row {row}")
+        raise EngineError(f"vLLM returned {count} log-probs for the {len(output.token_ids)} tokens{of_row}")
     first = np.asarray(flat.start_indices)
     if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
-        raise EngineError(f"vLLM returned log-probs of other tokens than those of row {row}")
+        raise EngineError(f"vLLM returned log-probs{of_row} for other tokens than it sampled")
     values = torch.tensor(np.asarray(flat.logprobs, dtype=np.float32)[first])
     if (wrong := ~(values.isfinite() & (values <= _ROUNDING))).any():
         index = int(wrong.nonzero()[0])
         raise EngineError(
-            f"vLLM returned the log-prob {values[index].item():g} for token {index} of row {row}; it has to be finite "
+            f"vLLM returned the log-prob {values[index].item():g} for token {index}{of_row}; it has to be finite "
             "and at most 0"
         )
     return torch.zeros_like(values) if params.is_greedy else values.clamp(max=0.0)
 
 
-def _versions(row: int, output: Any) -> torch.Tensor:
+def _versions(of_row: str, output: Any) -> torch.Tensor:
     """Return the policy version that sampled each token of a row, int32 [n]."""
     count = len(output.token_ids)
     versions = torch.full((count,), -1, dtype=torch.int32)
     for span in output.weight_versions or ():
         if not span.version.isdecimal():
-            raise EngineError(f"vLLM returned the policy version {span.version!r} for tokens of row {row}")
+            raise EngineError(f"vLLM returned the policy version {span.version!r} for tokens{of_row}")
         versions[span.start : span.end] = int(span.version)
     if count and int(versions.min()) < 0:
-        raise EngineError(f"vLLM returned no policy version for token {int(versions.argmin())} of row {row}")
+        raise EngineError(f"vLLM returned no policy version for token {int(versions.argmin())}{of_row}")
     return versions
 
 

@@ -16,6 +16,7 @@ Invariants (tests/vllm/test_interruption.py):
 import asyncio
 import queue
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class RowRequests:
         self.keeps_cache = False
         self._front_end, self._ask, self._explain = front_end, ask, explain
         self._version = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
         self._may_ask = asyncio.Event()
         self._may_ask.set()
@@ -81,8 +82,13 @@ class RowRequests:
         self._version = version
         for row in rows:
             task = asyncio.ensure_future(self._respond(row, self._done))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[row.key] = task
+            task.add_done_callback(partial(self._forget, row.key))
+
+    def _forget(self, key: int, task: asyncio.Task[None]) -> None:
+        """Drop the task of a row that ended, unless another row has its key by now."""
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         """Return the rows that ended; see `StreamingEngine.finished`. Call it from outside the loop."""
@@ -94,14 +100,15 @@ class RowRequests:
         except queue.Empty:
             return rows
 
-    async def cancel(self) -> None:
-        """Cancel all rows, which aborts their requests in vLLM, and drop their results."""
-        tasks = set(self._tasks)
+    async def cancel(self, keys: Sequence[int] | None = None) -> None:
+        """Cancel rows, by default all, which aborts their requests in vLLM; nobody may ask for their results."""
+        tasks = {task for key, task in self._tasks.items() if keys is None or key in set(keys)}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CONTROL_S / 2)
-        self._done = queue.SimpleQueue()
+        if keys is None:
+            self._done = queue.SimpleQueue()
 
     async def interrupt(self) -> None:
         """Stop all requests; what they sampled is kept.

@@ -210,10 +210,11 @@ class VLLMEngine:
         """Return the rows' tokens; see `StreamingEngine.to_generations`."""
         return to_generations(responses, params)
 
-    def abort(self) -> None:
-        """Cancel all requests, and drop their results."""
-        self._loop.run(self._rows.cancel(), _CONTROL_S, "cancel its requests")
-        self._started.meter.end()
+    def abort(self, keys: Sequence[int] | None = None) -> None:
+        """Cancel the requests of rows, by default of all, and drop their results."""
+        self._loop.run(self._rows.cancel(keys), _CONTROL_S, "cancel its requests")
+        if keys is None:
+            self._started.meter.end()
 
     def interrupt(self) -> None:
         """Stop sampling, and keep what was sampled; see `StreamingEngine.interrupt`.

@@ -1,6 +1,7 @@
 """A streaming engine for tests: an `hf` engine that answers a few rows at a time, and fails where it is told to."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,25 @@ from rlpack.rollout.types import Generations, SamplingParams
 
 
 class StreamingHF(HFEngine):
-    """Answers rows in a random order, `at_once` at a time.
+    """Answers rows in a random order, `at_once` at a time; each row is generated alone, so its bits are its own.
 
     Attributes:
         fails: how many of the next answers are failures; an engine that failed is dead.
+        spoils: how many of the next answers have log-probs that are NaN.
         most: the most rows that were in flight together.
         lengths: of the prompts, in the order in which they were begun.
     """
 
     at_once = 3
     fails = 0
+    spoils = 0
     most = 0
     lengths: tuple[int, ...] | list[int] = ()
+
+    def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
+        rows = range(prompts.num_rows)
+        made = [super(StreamingHF, self).generate(prompts.select([row]), params, seeds[row : row + 1]) for row in rows]
+        return self.to_generations([(one, 0) for one in made], params)
 
     def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
         rows = vars(self).setdefault("rows", {})
@@ -47,7 +55,12 @@ class StreamingHF(HFEngine):
                 answers.append(FinishedRow(key, None, "the engine died"))
                 rows.pop(key)
                 break
-            answers.append(FinishedRow(key, rows.pop(key), ""))
+            generations, place = rows.pop(key)
+            if self.spoils:
+                self.spoils -= 1
+                logprobs = generations.logprobs
+                generations = replace(generations, logprobs=logprobs.with_values(logprobs.values * torch.nan))
+            answers.append(FinishedRow(key, (generations, place), ""))
         return answers
 
     def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
@@ -63,8 +76,9 @@ class StreamingHF(HFEngine):
         reasons = [generations.finish_reasons[place] for generations, place in responses]
         return Generations(Ragged.concat(tokens), Ragged.concat(logprobs), Ragged.concat(versions), reasons)
 
-    def abort(self) -> None:
-        self.rows = {}
+    def abort(self, keys: Sequence[int] | None = None) -> None:
+        rows: dict[int, Any] = vars(self).setdefault("rows", {})
+        self.rows = {} if keys is None else {key: row for key, row in rows.items() if key not in keys}
 
     def interrupt(self) -> None: ...
 

@@ -163,7 +163,7 @@ def test_an_unknown_finish_reason_is_refused_by_row(reason):
 
 def test_a_given_token_outside_the_vocabulary_is_refused_by_its_source():
     turns = Trajectory((prompt(1), sampled([2], [-1.0], 1), prompt(11, source="calculator")), "stop")
-    with pytest.raises(EngineError, match=r"token id 11 in segment 2 \(calculator\) of row 0"):
+    with pytest.raises(EngineError, match=r"token id 11 in segment 2 \(calculator\); it"):
         assemble(TrajectoryBatch.from_trajectories([turns]), group_ids=torch.tensor([0]), uids=["a"], vocab_size=10)
 
 

@@ -1,10 +1,12 @@
-"""Groups of a streaming engine are returned whole, answered or failed."""
+"""Rows of a streaming engine are returned once, as soon as they are worth it."""
 
+import pytest
 import torch
 
 from rlpack.distributed.context import RankContext
-from rlpack.rollout.in_flight import GroupsInFlight
+from rlpack.rollout.in_flight import EndedRows, RowsInFlight
 from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.usable_responses import usable_responses
 from rlpack.workers.build import build_model
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from tests.unit.rollout.streaming import StreamingHF
@@ -17,73 +19,134 @@ ROWS = (
 )
 
 
-def engine() -> StreamingHF:
-    return StreamingHF(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=3, attention_name="sdpa"))
+def engine(at_once: int = 3) -> StreamingHF:
+    built = StreamingHF(
+        build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=3, attention_name="sdpa")
+    )
+    built.at_once = at_once
+    return built
 
 
-def test_every_group_is_returned_once_and_whole():
-    groups = GroupsInFlight(engine())
-    groups.begin(ROWS, PARAMS, 0)
-    returned: list[int] = []
-    while len(returned) < ROWS.num_rows:
-        ended = groups.ended(0, 1.0)
-        ids = ended.rows["group_ids"]
-        assert (ids.bincount(minlength=3)[ids] == 2).all()
-        assert ended.generations.token_ids.num_rows == ended.rows.num_rows == len(ended.failures)
-        returned += ended.rows.row_ids.tolist()
-    assert sorted(returned) == list(range(6))
-    assert groups.ended(0, 0.0).rows.num_rows == 0
+def ids_of(ended: EndedRows) -> list[int]:
+    assert len(ended.responses) == len(ended.failures) == len(ended.has_engine_failed) == ended.rows.num_rows
+    return ended.rows.row_ids.tolist()
 
 
-def test_a_group_of_which_a_row_failed_has_failed_as_a_whole_and_without_tokens():
-    source = engine()
-    groups = GroupsInFlight(source)
-    groups.begin(ROWS, PARAMS, 0)
-    source.fails = 1
-    failed: list[int] = []
-    while len(failed) < ROWS.num_rows:
-        ended = groups.ended(0, 1.0)
-        assert all(ended.failures)
-        assert ended.generations.token_ids.lengths.tolist() == [0] * ended.rows.num_rows
-        failed += ended.rows.row_ids.tolist()
-    assert sorted(failed) == list(range(6))
-
-
-def all_rows(groups: GroupsInFlight, generation: int, count: int) -> list[int]:
+def all_rows(rows: RowsInFlight, generation: int, count: int) -> list[int]:
     """Return the ids of all rows of a generation, once they have ended."""
     ids: list[int] = []
     while len(ids) < count:
-        ended = groups.ended(generation, 1.0)
+        ended = rows.ended(generation, 1.0)
         assert not any(ended.failures)
-        ids += ended.rows.row_ids.tolist()
+        ids += ids_of(ended)
     return sorted(ids)
 
 
-def test_generations_at_the_same_time_get_their_own_groups_sampled_as_they_asked():
-    groups, greedy = GroupsInFlight(engine()), SamplingParams(temperature=0.0, max_new_tokens=2)
-    groups.begin(ROWS, PARAMS, 0)
-    groups.begin(ROWS.select([0, 1]), greedy, 1)  # ids of rows may be the same
-    ended = groups.ended(1, 1.0)
-    assert sorted(ended.rows.row_ids.tolist()) == [0, 1]
-    assert ended.generations.logprobs.values.count_nonzero() == 0
-    assert int(ended.generations.token_ids.lengths.max()) <= 2
-    assert all_rows(groups, 0, 6) == list(range(6))
+def test_every_row_is_returned_once():
+    rows = RowsInFlight(engine())
+    rows.begin(ROWS, PARAMS, 0)
+    assert all_rows(rows, 0, 6) == list(range(6))
+    assert rows.ended(0, 0.0).rows.num_rows == 0
 
 
-def test_groups_of_an_abandoned_generation_are_forgotten_and_others_go_on():
-    groups = GroupsInFlight(engine())
+@pytest.mark.parametrize("enough", [0, 1, 2])
+def test_rows_are_returned_when_a_group_is_complete_or_enough_have_ended(enough: int, monkeypatch: pytest.MonkeyPatch):
+    source = engine(at_once=1)
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    while source.rows:
+        before = set(source.rows)
+        ended = rows.ended(0, 60.0, enough)
+        # One more may end while they are on their way.
+        is_complete = any(not {key, key ^ 1} & set(source.rows) for key in before - set(source.rows))
+        assert is_complete or 0 < enough <= len(ids_of(ended)) <= enough + 1
+        assert len(ids_of(ended)) == len(before) - len(source.rows)
+
+
+def test_what_ended_is_returned_at_the_deadline_although_no_group_is_complete():
+    source = engine(at_once=0)
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    assert ids_of(rows.ended(0, 0.01)) == []
+    source.at_once = 1
+    rows._record(source.finished(0.0))
+    source.at_once = 0
+    assert len(ids_of(rows.ended(0, 0.01))) == 1
+
+
+def test_a_row_that_failed_with_its_engine_says_so_and_rows_that_were_answered_stand():
+    source = engine(at_once=1)
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    rows._record(source.finished(0.0))
+    source.fails = 1
+    failed, answered = list[int](), list[int]()
+    while len(failed) + len(answered) < 6:
+        ended = rows.ended(0, 1.0)
+        assert ended.has_engine_failed == [bool(failure) for failure in ended.failures]
+        generations, failures = usable_responses(source, ended)
+        assert failures == ended.failures
+        for row, failure, length in zip(ids_of(ended), failures, generations.token_ids.lengths.tolist(), strict=True):
+            (failed if failure else answered).append(row)
+            assert (length == 0) == bool(failure)
+    assert len(answered) == 1
+    assert sorted(failed + answered) == list(range(6))
+
+
+def test_a_response_that_cannot_be_used_leaves_the_others_and_the_engine_alone():
+    source = engine(at_once=6)
+    source.spoils = 1
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    ended = rows.ended(0, 1.0)
+    assert not any(ended.failures)
+    generations, failures = usable_responses(source, ended)
+    (place,) = [place for place, failure in enumerate(failures) if failure]
+    assert failures[place] == (
+        "its response of policy version 0 can't be used: log-prob nan in segment 1 (policy); it has to be finite and "
+        "at most 0"
+    )
+    whole = source.generate(ROWS["input_ids"], PARAMS, ROWS["seeds"].numpy())
+    for row, tokens in enumerate(generations.token_ids.rows()):
+        expected = whole.token_ids[ids_of(ended)[row]]
+        assert tokens.tolist() == ([] if row == place else expected.tolist())
+
+
+def test_generations_at_the_same_time_get_their_own_rows_sampled_as_they_asked():
+    source, greedy = engine(), SamplingParams(temperature=0.0, max_new_tokens=2)
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    rows.begin(ROWS.select([0, 1]), greedy, 1)  # ids of rows may be the same
+    ended = rows.ended(1, 1.0)
+    assert sorted(ids_of(ended)) == [0, 1]
+    generations, failures = usable_responses(source, ended)
+    assert failures == ["", ""]
+    assert generations.logprobs.values.count_nonzero() == 0
+    assert int(generations.token_ids.lengths.max()) <= 2
+    assert all_rows(rows, 0, 6) == list(range(6))
+
+
+def test_rows_of_an_abandoned_generation_are_forgotten_and_no_other_row_begins_again():
+    source = engine()
+    rows = RowsInFlight(source)
     for generation in (0, 1, 2):
-        groups.begin(ROWS, PARAMS, generation)
-    groups.abandon(1)
-    assert all_rows(groups, 1, 6) == all_rows(groups, 2, 6) == list(range(6))
-    assert groups.ended(0, 0.0).rows.num_rows == 0
+        rows.begin(ROWS, PARAMS, generation)
+    rows.abandon(1)
+    assert len(source.lengths) == 18
+    assert all_rows(rows, 1, 6) == all_rows(rows, 2, 6) == list(range(6))
+    assert rows.ended(0, 0.0).rows.num_rows == 0
 
 
-def test_another_engine_answers_what_the_first_one_had_in_flight():
-    first, second = engine(), engine()
-    groups = GroupsInFlight(first)
-    groups.begin(ROWS, PARAMS, 0)
+def test_rows_in_flight_on_an_engine_that_was_replaced_have_failed_and_the_new_one_has_not():
+    first, second = engine(at_once=1), engine()
+    rows = RowsInFlight(first)
+    rows.begin(ROWS, PARAMS, 0)
+    rows._record(first.finished(0.0))  # an answer, and a failure, that nobody has been told
     first.fails = 1
-    groups._record(first.finished(0.0))  # a failure that nobody has been told
-    groups.move_to(second)
-    assert all_rows(groups, 0, 6) == list(range(6))
+    rows._record(first.finished(0.0))
+    rows.move_to(second)
+    ended = rows.ended(0, 0.0)
+    assert sorted(ids_of(ended)) == list(range(6))
+    assert not any(ended.has_engine_failed)
+    assert sorted(ended.failures) == ["", "the engine died"] + 4 * ["the engine that had it in flight was replaced"]
+    assert not second.lengths

@@ -24,8 +24,8 @@ from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.engine import FinishedRow
-from rlpack.rollout.in_flight import GroupsInFlight
-from rlpack.rollout.types import Generations, SamplingParams
+from rlpack.rollout.in_flight import RowsInFlight
+from rlpack.rollout.types import SamplingParams
 from tests.unit.recipes.driver.sessions import SavingSession, session_of
 
 PROMPTS, GROUP, RANKS = 3, 2, 2
@@ -59,17 +59,8 @@ class SimulatedEngine:
         ended = [key for key in self.rows if self.left[key] == 0]
         return [FinishedRow(key, self.rows.pop(key), "") for key in ended]
 
-    def to_generations(self, responses: Sequence[list[int]], params: SamplingParams) -> Generations:
-        versions = Ragged.from_rows([torch.tensor(row, dtype=torch.int32) for row in responses], torch.int32)
-        return Generations(
-            versions.with_values(versions.values.long()),
-            versions.with_values(torch.zeros(versions.values.shape[0])),
-            versions,
-            ["stop"] * versions.num_rows,
-        )
-
-    def abort(self) -> None:
-        self.rows = {}
+    def abort(self, keys: Sequence[int] | None = None) -> None:
+        self.rows = {} if keys is None else {key: row for key, row in self.rows.items() if key not in keys}
 
 
 class SimulatedRank:
@@ -80,23 +71,29 @@ class SimulatedRank:
         self.version, self.num_engines, self.is_publishing = 1, 1, False
         self.lock = threading.Lock()
         self.engine = SimulatedEngine(self)
-        self.groups = GroupsInFlight(cast(Any, self.engine))
+        self.in_flight = RowsInFlight(cast(Any, self.engine))
 
     def pause(self) -> None:
         if self.delay_s:
             time.sleep(self.random.random() * self.delay_s)
 
     def advance(
-        self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float
+        self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float, enough: int
     ) -> BatchedDataDict:
         with self.lock:
             assert not self.is_publishing, "a call reached an engine during a publication"
-            self.groups.abandon(oldest)
-            self.groups.begin(rows, params, generation)
-            ended = self.groups.ended(generation, timeout_s)
-            versions = ended.generations.policy_versions
+            self.in_flight.abandon(oldest)
+            self.in_flight.begin(rows, params, generation)
+            ended = self.in_flight.ended(generation, timeout_s, enough)
+            versions = Ragged.from_rows(
+                [torch.tensor(row or [], dtype=torch.int32) for row in ended.responses], torch.int32
+            )
             columns = {"policy_version": versions, "uid": ended.rows["uid"], "group_ids": ended.rows["group_ids"]}
-            return BatchedDataDict(columns | {"engine_failure": ended.failures}, row_ids=ended.rows.row_ids)
+            failed = {
+                "engine_failure": ended.failures,
+                "engine_has_failed": torch.full((len(ended.failures),), any(ended.has_engine_failed)),
+            }
+            return BatchedDataDict(columns | failed, row_ids=ended.rows.row_ids)
 
     def interrupt(self) -> None:
         with self.lock:
@@ -106,7 +103,7 @@ class SimulatedRank:
         with self.lock:
             if not self.engine.is_alive:
                 self.engine, self.num_engines = SimulatedEngine(self), self.num_engines + 1
-                self.groups.move_to(cast(Any, self.engine))
+                self.in_flight.move_to(cast(Any, self.engine))
 
     def publish(self, version: int) -> None:
         with self.lock:

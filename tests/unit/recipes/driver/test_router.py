@@ -1,5 +1,9 @@
 """The router sends whole groups to ranks, and again where an engine fails."""
 
+import math
+import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,15 +11,19 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
+from rlpack.recipes.driver import router as router_module
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.router import MOST_ATTEMPTS, Router
+from rlpack.rollout import in_flight
 from rlpack.rollout.canary import canary_tolerance
-from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.engine import FinishedRow
+from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.testing.local_ranks import LocalRanks
 from rlpack.workers.build import build_model
 from rlpack.workers.rollout import RolloutWorker
@@ -80,7 +88,7 @@ def expected(ranks: Ranks, batch: BatchedDataDict) -> BatchedDataDict:
 
 
 def same(rows: BatchedDataDict, other: BatchedDataDict) -> bool:
-    names = ("input_ids", "response_mask", "policy_version")
+    names = ("input_ids", "response_mask", "policy_version", "rollout_logprobs")
     lists = ("finish_reason", "completion", "uid")
     return all(rows[name].values.equal(other[name].values) for name in names) and all(
         rows[name] == other[name] for name in lists
@@ -96,12 +104,78 @@ def test_rows_are_those_of_a_single_call_whatever_the_engines_do(count: int, gro
     assert router.repeated == 0
 
 
-def test_no_engine_has_more_rows_in_flight_than_it_runs_at_once():
+def test_an_engine_gets_a_group_as_soon_as_it_has_room_for_a_row_of_it():
     ranks = Ranks(2)
     ranks.run(prompts(12, samples=3), capacity=7)
-    assert [engine.most for engine in ranks.engines] == [6, 6]
-    ranks.run(prompts(2, samples=9), capacity=7)  # a group that is larger runs by itself
-    assert max(engine.most for engine in ranks.engines) == 9
+    assert [engine.most for engine in ranks.engines] == [9, 9]
+    ranks.run(prompts(2, samples=12), capacity=7)  # groups that are larger run by themselves
+    assert [engine.most for engine in ranks.engines] == [12, 12]
+
+
+class SlottedEngine:
+    """Decodes one token of the first `SLOTS` rows at a time; a row's length is its seed.
+
+    Attributes:
+        running: how many rows each pass decoded.
+        waited: how many other rows the engine had meanwhile.
+    """
+
+    vocab_size, policy_version, is_alive = 999, 0, True
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.running: list[int] = []
+        self.waited: list[int] = []
+
+    def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
+        self.rows |= {key: [int(seed), int(seed)] for key, seed in zip(keys, seeds, strict=True)}
+
+    def finished(self, timeout_s: float) -> list[FinishedRow]:
+        if timeout_s == 0.0:
+            return []
+        decoded = list(self.rows)[:SLOTS]
+        self.running.append(len(decoded))
+        self.waited.append(len(self.rows) - len(decoded))
+        for key in decoded:
+            self.rows[key][0] -= 1
+        ended = [key for key in decoded if not self.rows[key][0]]
+        return [FinishedRow(key, self.rows.pop(key)[1], "") for key in ended]
+
+    def to_generations(self, responses: Sequence[int], params: SamplingParams) -> Generations:
+        tokens = Ragged.from_rows([torch.full((length,), 5) for length in responses], torch.int64)
+        zeros = torch.zeros(tokens.values.shape[0])
+        return Generations(
+            tokens, tokens.with_values(zeros), tokens.with_values(zeros.int()), ["length"] * len(responses)
+        )
+
+    def abort(self, keys: Sequence[int] | None = None) -> None: ...
+
+
+SLOTS = 16
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_are_full_although_the_lengths_of_groups_are_skewed(count: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(in_flight, "_COALESCE_S", 0.0)
+    groups, samples, random = 40, 8, np.random.default_rng(0)
+    lengths = torch.from_numpy(random.choice([10, 20, 128], size=groups * samples, p=[0.5, 0.4, 0.1]))
+    batch = prompts(groups, samples).drop(["seeds"]).union({"seeds": lengths})
+    engines = [SlottedEngine() for _ in range(count)]
+
+    def worker(context: RankContext) -> RolloutWorker:
+        engine: Any = engines[context.rank]
+        return RolloutWorker(context, engine, tiny_tokenizer(), canary_tolerance=canary_tolerance(torch.float32))
+
+    ranks = Ranks(1)
+    ranks.group = WorkerGroup("rollout", LocalRanks([worker] * count), Batching(max_tokens=64))
+    rows, _ = ranks.run(batch, capacity=SLOTS)
+    assert torch.equal(rows["response_lengths"], lengths)
+    for engine in engines:
+        # The last rows leave room: nothing waits any more.
+        busy = [running for running, waited in zip(engine.running, engine.waited, strict=True) if waited]
+        assert len(busy) > len(engine.running) / 2
+        assert np.mean(busy) > 0.98 * SLOTS
+        assert max(engine.waited) < samples, "the driver keeps rows back that other engines may answer earlier"
 
 
 def test_groups_go_to_the_rank_with_the_fewest_tokens_in_flight():
@@ -117,7 +191,7 @@ def test_groups_of_a_dead_engine_are_generated_elsewhere_from_the_same_seeds():
     ranks.engines[1].fails = 1
     rows, router = ranks.run(batch)
     assert same(rows, expected(ranks, batch))
-    assert 0 < router.repeated <= batch.num_rows
+    assert 0 < router.repeated <= batch.num_rows - 3, "rows that had been answered were kept"
     assert len(ranks.engines) == 2, "no engine was replaced while another could answer"
 
 
@@ -152,10 +226,103 @@ def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reas
         return True
 
     ranks.engines[0].fails = 1
-    with pytest.raises(RoleError, match=rf"prompt \S+ failed {MOST_ATTEMPTS} times .* the engine died") as raised:
+    text = rf"row \d of prompt \S+ failed {MOST_ATTEMPTS} times, the last time with: the engine (died|is dead)"
+    with pytest.raises(RoleError, match=text) as raised:
         ranks.run(prompts(1), replace=replace)
     assert (raised.value.role, raised.value.rank) == ("rollout", 0)
     assert len(ranks.engines) == MOST_ATTEMPTS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_response_that_cannot_be_used_is_generated_again_elsewhere_and_its_engine_goes_on(
+    count: int, caplog: pytest.LogCaptureFixture
+):
+    ranks, batch = Ranks(count), prompts(9)
+    ranks.engines[0].spoils = 2
+    rows, router = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert router.repeated == 2
+    assert len(ranks.engines) == count
+    assert not ranks.access.failed
+    assert re.search(
+        r"role rollout, rank 0: 2 row\(s\) are generated again from their seeds, the first one row \d+ of prompt \S+: "
+        r"its response of policy version 0 can't be used: log-prob nan in segment 1 \(policy\); it has to be finite",
+        caplog.text,
+    )
+    begun = [len(engine.lengths) for engine in ranks.engines]
+    assert sum(begun) == batch.num_rows + 2
+    assert begun[0] % 4 == (2 if count == 1 else 0), "the rows went to the other engine"
+
+
+def test_a_response_that_can_never_be_used_ends_the_run_with_its_row_rank_and_version():
+    ranks = Ranks(1)
+    ranks.engines[0].spoils = 10**6
+    text = (
+        r"role rollout, rank 0, in advance: row \d of prompt \S+ failed 3 times, .* of policy version 0 can't be used"
+    )
+    with pytest.raises(RoleError, match=text):
+        ranks.run(prompts(2))
+    assert len(ranks.engines) == 1
+
+
+def test_rows_that_a_replaced_engine_had_in_flight_are_counted_and_limited():
+    ranks, batch = Ranks(1), prompts(4)
+    router = Router(ranks.group, PARAMS, capacity=64, access=ranks.access, replace_engines=ranks.replace)
+    parts = router.run(batch)
+    first = next(parts)  # 4 rows of 16 or a few more have ended
+    ranks.workers[0]._is_unhealthy = True  # as after a failed canary
+    ranks.replace(0, True)
+    rows = BatchedDataDict.concat([first, *parts])
+    assert same(rows.select(np.argsort(rows.row_ids)), expected(ranks, batch))
+    assert 0 < router.repeated < batch.num_rows
+    assert not ranks.access.failed, "the new engine is not the one that failed"
+
+
+class HangingRanks(LocalRanks):
+    """Ranks of which one never answers a call; it is started again once its result is waited for."""
+
+    num_starts = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __init__(self, ranks: Ranks, hanging: int) -> None:
+        super().__init__([ranks._worker] * 2)
+        self.ranks, self.hanging, self.lost_at = ranks, hanging, math.inf
+        self.unanswered: list[Pending[Any]] = []
+
+    def submit(self, call: Call) -> Pending[Any]:
+        if call.of_start not in (None, self.num_starts):
+            raise RanksRestartedError(RoleError("rollout", 0, "advance", "the process died"))
+        if self.num_starts > 1 or call.method != "advance" or call.called != (self.hanging,):
+            return super().submit(call)
+        assert call.answer_s is not None
+
+        def lost() -> Any:
+            self.num_starts, self.lost_at = 2, time.monotonic()
+            self._workers = [self.ranks._worker(RankContext()) for _ in self._workers]
+            raise RanksRestartedError(RoleError("rollout", self.hanging, "advance", "no answer"))
+
+        # A group's own `Pending` has the answers of this one.
+        self.unanswered.append(Pending(lost, [self.hanging]))
+        return self.unanswered[-1]
+
+    def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
+        answered = [place for place, one in enumerate(pending) if one.answers != (self.hanging,)]
+        if not answered:
+            time.sleep(timeout_s)
+        return answered
+
+
+def test_a_rank_that_hangs_is_waited_for_until_the_deadline_of_its_call_whatever_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(router_module, "_SLACK_S", 0.5)
+    ranks, batch = Ranks(2), prompts(6)
+    ranks.group = WorkerGroup("rollout", HangingRanks(ranks, 1), Batching(max_tokens=64))
+    began = time.monotonic()
+    rows, router = ranks.run(batch, capacity=4)
+    local: Any = ranks.group.ranks
+    assert 1.5 <= local.lost_at - began < 3.5  # call_s is 1
+    assert same(rows, expected(ranks, batch))
+    assert router.repeated > 0
 
 
 def test_what_an_abandoned_generation_left_is_forgotten():
@@ -205,5 +372,4 @@ def test_rows_in_flight_are_sampled_again_on_ranks_that_were_started_again(resta
     rows, router = ranks.run(prompts(6), capacity=8, replace=replace)
     assert len(replaced) == 1  # the engines got weights before any row was sampled again
     assert router.repeated > 0
-    assert torch.equal(rows["input_ids"].values, expected["input_ids"].values)
-    torch.testing.assert_close(rows["rollout_logprobs"].values, expected["rollout_logprobs"].values)  # other batches
+    assert same(rows, expected)

@@ -80,7 +80,7 @@ FAULTS = {
     ),
     "log-probs of other tokens": (
         completion([2, 3, 4], logprobs=flat([2, 4, 3], [-1, -1, -1])),
-        "log-probs of other tokens than those of row 1",
+        "log-probs of row 1 for other tokens than it sampled",
     ),
     "a log-prob of NaN": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4], [-1, float("nan"), -1])),

@@ -125,3 +125,21 @@ def test_a_row_that_goes_on_finds_its_keys_and_values_only_if_they_are_kept(keep
         await vllm.rows.cancel()
 
     asyncio.run(scenario())
+
+
+def test_some_rows_are_cancelled_and_the_others_go_on():
+    async def scenario() -> None:
+        vllm = SimulatedVLLM()
+        vllm.arrives.set()
+        await vllm.rows.begin([Row(key, np.array([5, key]), 1, PARAMS) for key in (3, 4, 5)], version=1)
+        await asyncio.sleep(0.01)
+        cancelled, *left = vllm.running
+        await vllm.rows.cancel([3])
+        assert cancelled.cancelled()
+        vllm.running = left
+        vllm.end("length")
+        await asyncio.sleep(0.01)
+        assert sorted(row.key for row in vllm.rows.finished(0.0)) == [4, 5]
+        assert vllm.rows._tasks == {}
+
+    asyncio.run(scenario())
