@@ -181,17 +181,22 @@ class RolloutWorker(Worker):
         return self._received.is_usable
 
     @broadcast
-    def replace_failed_engine(self) -> None:
-        """Start a new engine on this rank if its engine can't answer any more; weights have to follow."""
+    def replace_failed_engine(self) -> bool:
+        """Start a new engine on this rank if its engine can't answer any more; weights have to follow.
+
+        Returns:
+            Whether it did.
+        """
         engine = cast(StreamingEngine, self._engine)
         if self._rebuild is None or (engine.is_alive and not self._is_unhealthy):
-            return
+            return False
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
         self._engine, self._is_unhealthy = self._rebuild(), False
         if self._in_flight is not None:
             self._in_flight.move_to(self._engine)
         self.require_weights()
+        return True
 
     @broadcast
     def require_weights(self) -> None:

@@ -58,7 +58,7 @@ class EngineAccess:
         self._num_publishing = 0
         self._needs_engines = False
         self._failed: frozenset[int] = frozenset()
-        self._num_starts = 1
+        self._num_starts, self._num_replaced = 1, 0
 
     @property
     def failed(self) -> frozenset[int]:
@@ -80,6 +80,17 @@ class EngineAccess:
         """Note that all engines can answer: those that failed, and those of ranks that were started, have weights."""
         with self._changed:
             self._num_starts, self._failed = num_starts, frozenset()
+
+    def count_replaced(self, engines: int) -> None:
+        """Count engines that were replaced after they failed, died or did not pass the canary."""
+        with self._changed:
+            self._num_replaced += engines
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return how many engines were replaced since the last call; nothing if none was."""
+        with self._changed:
+            replaced, self._num_replaced = self._num_replaced, 0
+        return {"rollout/engines_replaced": float(replaced)} if replaced else {}
 
     @property
     def needs_engines(self) -> bool:

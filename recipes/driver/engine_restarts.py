@@ -1,5 +1,6 @@
-"""What engines get whose ranks were started again: the buckets of the weights, and the weights if that is possible.
+"""Engines that are replaced after a failure, and what they get whose ranks were started again.
 
+These get the buckets of the weights, and the weights if that is possible.
 A new engine has the weights of the configuration's model. It must never sample with them, so it refuses until weights
 are published. Streaming engines get them from the router, like an engine that failed (`rlpack.recipes.driver.router`);
 others at once, by a new publication under the version that they had.
@@ -9,12 +10,24 @@ import threading
 
 from torch import Tensor
 
+from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.rollout.engine import STREAMING_ENGINES
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
+
+
+def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAccess) -> None:
+    """Start a new engine for each that can't answer any more, and count them; weights have to follow.
+
+    Raises:
+        RoleError: an engine did not start, or a rank died or missed its deadline.
+    """
+    call = Call(rollout.role, RolloutWorker.replace_failed_engine.__name__, [()] * rollout.num_ranks, {})
+    access.count_replaced(sum(rollout.ranks.submit(call).result()))
 
 
 def restore_engines(

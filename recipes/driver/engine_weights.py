@@ -2,11 +2,11 @@
 
 import math
 
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.engine import STREAMING_ENGINES
-from rlpack.workers.rollout import RolloutWorker
 
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
@@ -22,7 +22,7 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
     timer = session.run.timer if step is None else step.timer
     with timer("sync"), session.publication():
         if session.config.rollout.engine in STREAMING_ENGINES:
-            session.rollout.run(RolloutWorker.replace_failed_engine)
+            replace_failed_engines(session.rollout, session.engine_access)
         gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
         if math.isinf(gap):
             gap = session.replace_engines()

@@ -98,11 +98,16 @@ def _metric(set_name: str, name: str) -> str:
 
 
 def sample_and_score(
-    session: EvaluatedSession, drawn: DrawnPrompts, samples: int, temperature: float
+    session: EvaluatedSession, drawn: DrawnPrompts, samples: int, temperature: float, metrics: dict[str, float]
 ) -> tuple[BatchedDataDict, RowRewards]:
-    """Return `samples` adjacent responses per prompt, and the rewards of the reward role; call it within a lease."""
+    """Return `samples` adjacent responses per prompt, and the rewards of the reward role; call it within a lease.
+
+    A streaming engine adds to `metrics`, as in `sample_responses`.
+    """
     pending = PendingRewards([session.groups["reward"]])
-    rollouts = sample_responses(session, drawn, samples, temperature=temperature, on_part=pending.submit)
+    rollouts = sample_responses(
+        session, drawn, samples, temperature=temperature, on_part=pending.submit, metrics=metrics
+    )
     return rollouts, pending.result()
 
 
@@ -119,7 +124,7 @@ def _rewards(session: Session, step: StepContext, name: str, split: Split, sampl
         if name and session.config.evaluation.sets[name].reward_function is not None:
             prompts = prompts.union({COLUMN: [name] * len(split)})
         drawn = DrawnPrompts(prompts, _STEP, positions)
-        rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature)
+        rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature, step.metrics)
         if session.config.trainer.lead:
             _check_versions(session, step, rollouts)
         count_failures(step, counts)

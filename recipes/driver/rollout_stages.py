@@ -148,7 +148,7 @@ def generate(
 def generate_greedily(session: Session, step: StepContext, drawn: DrawnPrompts, on_part: OnPart) -> None:
     """Generate the greedy response to each prompt; `on_part` gets the parts."""
     with step.timer("greedy"):
-        sample_responses(session, drawn, 1, temperature=0.0, on_part=on_part)
+        sample_responses(session, drawn, 1, temperature=0.0, on_part=on_part, metrics=step.metrics)
 
 
 def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
@@ -168,7 +168,7 @@ def sample_responses(
     *,
     temperature: float,
     on_part: OnPart | None = None,
-    metrics: dict[str, float] | None = None,
+    metrics: dict[str, float],
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
@@ -181,7 +181,7 @@ def sample_responses(
     prompts["seeds"] = torch.from_numpy(sample_seeds(session.config.seed, drawn, samples).view(np.int64))
     params = _sampling_params(session, temperature)
     if session.config.rollout.engine in STREAMING_ENGINES:
-        return _stream(session, prompts, params, on_part, {} if metrics is None else metrics)
+        return _stream(session, prompts, params, on_part, metrics)
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):

@@ -35,7 +35,7 @@ from rlpack.observe.run_dir import record_hashes
 from rlpack.recipes.driver.ahead_protocol import Ahead
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.engine_access import EngineAccess
-from rlpack.recipes.driver.engine_restarts import restore_engines, weights_are_gone
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines, restore_engines, weights_are_gone
 from rlpack.recipes.driver.evaluations import EnginesOnly, Evaluations, Place, with_seed
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
@@ -258,7 +258,7 @@ class Session:
         Raises:
             RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
-        self.rollout.run(RolloutWorker.replace_failed_engine)
+        replace_failed_engines(self.rollout, self.engine_access)
         self._interrupt_engines()  # those that passed the canary have gone on
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
@@ -343,7 +343,7 @@ class Session:
         self.stop_if_interrupted()
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
-        step.metrics |= self.restarts.pop_metrics()
+        step.metrics |= self.restarts.pop_metrics() | self.engine_access.pop_metrics()
         step.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
         if step.samples:
             self.run.log_samples(step.samples)

@@ -13,6 +13,7 @@ evaluation of a run. A kill costs at most the part in progress.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from rlpack.observe.evaluation.evaluation_dir import (
     PAGE,
     RESULTS,
     ROWS,
+    EngineFailures,
     arguments_of,
     open_evaluation,
     write_json,
@@ -119,7 +121,9 @@ def _generate(
         session = EvaluationSession(config, tokenizer, held_out, groups, cluster.store)
         bar = stack.enter_context(console.progress(sum(map(len, parts)), "prompts"))
         for positions in parts:
-            file.append(session.rows_of_part(positions, reader))
+            rows = session.rows_of_part(positions, reader)
+            session.pop_engine_failures().add_to(file.path.parent)
+            file.append(rows)
             bar.advance(len(positions))
 
 
@@ -139,7 +143,10 @@ def _report(
         "data": config.data.source,
         "split": config.data.validation_split,
     }
-    document = results_document(evaluated, rewards, settings, seed=config.seed, majority_by=reader.description)
+    failures = asdict(EngineFailures.read(output))
+    document = results_document(
+        evaluated, rewards, settings, seed=config.seed, majority_by=reader.description, failures=failures
+    )
     write_json(output / RESULTS, document)
     lines, notes = result_lines(document), result_notes(document)
     title = f"{evaluated['checkpoint'] or evaluated['model']} on {evaluated['data']}"

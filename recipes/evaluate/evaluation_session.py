@@ -14,8 +14,10 @@ from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.observe.evaluation.evaluation_dir import EngineFailures
 from rlpack.observe.evaluation.sample_rows import SampleRow
 from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from rlpack.recipes.driver.evaluation import draw_held_out, sample_and_score
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_seeds
 from rlpack.recipes.driver.splits import Split
@@ -42,6 +44,7 @@ class EvaluationSession:
     groups: dict[str, WorkerGroup[Any]]
     store: Store
     engine_access: EngineAccess = field(default_factory=partial(EngineAccess, are_concurrent=False))
+    _metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def rollout(self) -> WorkerGroup[RolloutWorker]:
@@ -50,9 +53,18 @@ class EvaluationSession:
 
     def renew_engines(self, generation: int, none_is_left: bool) -> bool:
         """Start a new engine for each that failed, which loads the model's weights."""
-        self.rollout.run(RolloutWorker.replace_failed_engine)
+        replace_failed_engines(self.rollout, self.engine_access)
         self.engine_access.record_replacement(self.rollout.ranks.num_starts)
         return True
+
+    def pop_engine_failures(self) -> EngineFailures:
+        """Return how many rows were generated again, and engines replaced, since the last call."""
+        metrics = self._metrics | self.engine_access.pop_metrics()
+        self._metrics.clear()
+        return EngineFailures(
+            repeated_rows=int(metrics.get("rollout/repeated_rows", 0)),
+            engines_replaced=int(metrics.get("rollout/engines_replaced", 0)),
+        )
 
     def rows_of_part(self, positions: np.ndarray, reader: AnswerReader) -> list[SampleRow]:
         """Sample, score, and return the rows of these prompts, prompt by prompt.
@@ -71,7 +83,7 @@ class EvaluationSession:
 
     def _rows(self, drawn: DrawnPrompts, samples: int, temperature: float, reader: AnswerReader) -> Iterator[SampleRow]:
         """Yield the rows of `samples` responses per prompt; at temperature 0, of the greedy one."""
-        rollouts, (rewards, valid, _, _) = sample_and_score(self, drawn, samples, temperature)
+        rollouts, (rewards, valid, _, _) = sample_and_score(self, drawn, samples, temperature, self._metrics)
         texts = self.store.fetch(rollouts.keep(["prompt", "completion", "answer"]))
         seeds = sample_seeds(self.config.seed, drawn, samples).tolist()
         response_tokens = rollouts["response_lengths"]

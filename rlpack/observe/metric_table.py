@@ -88,7 +88,14 @@ METRICS: dict[str, Metric] = {
     "mismatch/rejected_tokens": Metric("tokens", "Response tokens that algorithm.correction.reject left out."),
     "mismatch/rejected_rows": Metric("rows", "Responses of which algorithm.correction.reject left out every token."),
     "rollout/repeated_rows": Metric(
-        "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
+        "rows",
+        "Responses that were generated again from the same seeds, because an engine failed, was replaced or returned "
+        "what can't be used (vllm).",
+    ),
+    "rollout/engines_replaced": Metric(
+        "1",
+        "Engines that were replaced because they died, hung or failed the canary (vllm), since the record before; only "
+        "logged if there are some.",
     ),
     "rollout/gpu_bytes_awake": Metric(
         "bytes",

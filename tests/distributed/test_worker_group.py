@@ -266,7 +266,7 @@ def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: G
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0), (4, 0), (1, 0)]).keep(["input_ids", "uid"])
     pending, draw = PendingRewards([groups["listener"]]), DrawnPrompts(prompts, 1, np.arange(5))
     with store.lease("a step"):
-        rollouts = sample_responses(session, draw, 2, temperature=1.0, on_part=pending.submit)
+        rollouts = sample_responses(session, draw, 2, temperature=1.0, metrics={}, on_part=pending.submit)
         rewards, valid, _, _ = pending.result()
     assert rollouts["uid"] == [uid for uid in prompts["uid"] for _ in range(2)]
     assert (rewards.tolist(), valid.all()) == ([1.0] * 10, True)

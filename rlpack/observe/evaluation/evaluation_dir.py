@@ -2,6 +2,7 @@
 
 <output_dir>/evaluation.json   arguments by key, and hashes of the prompts and the model
 <output_dir>/samples.jsonl     one response per line
+<output_dir>/engines.json      how often engines failed; only if one did
 <output_dir>/samples.html      the responses, for reading
 <output_dir>/results.json      statistics
 """
@@ -9,6 +10,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from rlpack.observe.run_dir import LOCK, LOG, flat, holds_run
 IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html", "samples.jsonl"
 # A checkpoint's model while it is evaluated; a name that no folder of a user has, because it is deleted.
 EXPORTED = ".rlpack-exported-checkpoint"
+ENGINES = "engines.json"
 _FORMAT = 1
 _SECTIONS = ("seed", "model", "data", "reward", "rollout", "evaluate")
 # Keys of these sections that change neither rows nor statistics.
@@ -30,6 +33,40 @@ _UNUSED = {
     *("reward.processes", "reward.rows_per_call", "data.split"),
 }
 _HARMLESS = {LOCK, LOG, EXPORTED}
+
+
+@dataclass(frozen=True)
+class EngineFailures:
+    """How often engines failed in an evaluation.
+
+    Attributes:
+        repeated_rows: responses that were generated again.
+        engines_replaced: engines that were replaced.
+    """
+
+    repeated_rows: int = 0
+    engines_replaced: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> "EngineFailures":
+        """Return those of an evaluation so far.
+
+        Raises:
+            EvaluationError: the file can't be read.
+        """
+        try:
+            return cls(**json.loads((folder / ENGINES).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, TypeError) as error:
+            raise EvaluationError(f"{folder / ENGINES} can't be read: {error}; delete it to count from 0") from error
+
+    def add_to(self, folder: Path) -> None:
+        """Add those of one part to the evaluation's, before the rows of the part are written."""
+        if self != EngineFailures():
+            earlier = EngineFailures.read(folder)
+            rows, engines = earlier.repeated_rows + self.repeated_rows, earlier.engines_replaced + self.engines_replaced
+            write_json(folder / ENGINES, asdict(EngineFailures(rows, engines)))
 
 
 def arguments_of(config: Config) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The results of an evaluation: means over prompts, each with a bootstrap interval, from the rows of samples.jsonl."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,9 +94,18 @@ def by_prompt(rows: Iterable[SampleRow], rows_per_prompt: int) -> Iterable[list[
 
 
 def results_document(
-    evaluated: dict[str, Any], rewards: PromptRewards, settings: Evaluate, *, seed: int, majority_by: str
+    evaluated: dict[str, Any],
+    rewards: PromptRewards,
+    settings: Evaluate,
+    *,
+    seed: int,
+    majority_by: str,
+    failures: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Return the contents of results.json: the model, the statistics, and counts; nothing that depends on time."""
+    """Return the contents of results.json: the model, the statistics, counts, and `failures` of engines.
+
+    Nothing depends on time.
+    """
     statistics, threshold = rewards.statistics(settings, seed)
     counts = rewards.counts
     return {
@@ -113,6 +122,7 @@ def results_document(
         "responses_without_reward": counts["without_reward"],
         "truncated_fraction": counts["truncated"] / counts["rows"],
         "response_tokens_mean": counts["response_tokens"] / counts["rows"],
+        **failures,
     }
 
 
@@ -135,6 +145,11 @@ def result_notes(document: dict[str, Any]) -> list[str]:
     notes.append(f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes from a reward of {threshold:g}")
     if without:
         notes.append(f"{without} of {document['responses']} responses have no reward and count as 0")
+    if document["repeated_rows"] or document["engines_replaced"]:
+        notes.append(
+            f"{document['repeated_rows']} responses were generated again from their seeds, and "
+            f"{document['engines_replaced']} engines replaced, because engines failed (run.log)"
+        )
     if document["truncated_fraction"]:
         notes.append(f"{document['truncated_fraction']:.1%} of the responses end at rollout.max_new_tokens")
     return notes

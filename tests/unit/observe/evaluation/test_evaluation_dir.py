@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
 from rlpack.config.recipes import EVALUATE_TARGET, config_class
 from rlpack.observe.errors import EvaluationError
 from rlpack.observe.evaluation.evaluation_dir import (
+    ENGINES,
     IDENTITY,
+    EngineFailures,
     arguments_of,
     check_output_dir,
     default_output_dir,
@@ -106,3 +110,15 @@ def test_a_new_or_empty_directory_is_fine(tmp_path):
     (tmp_path / "run.log").touch()
     (tmp_path / "run.lock").touch()
     check_output_dir(tmp_path, {})
+
+
+def test_failures_of_engines_add_up_over_parts_and_commands(tmp_path: Path):
+    EngineFailures().add_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert EngineFailures.read(tmp_path) == EngineFailures(0, 0)
+    EngineFailures(repeated_rows=3).add_to(tmp_path)
+    EngineFailures(repeated_rows=1, engines_replaced=2).add_to(tmp_path)
+    assert EngineFailures.read(tmp_path) == EngineFailures(4, 2)
+    (tmp_path / ENGINES).write_text("{")
+    with pytest.raises(EvaluationError, match=r"engines\.json can't be read: .*; delete it to count from 0"):
+        EngineFailures.read(tmp_path)

@@ -24,7 +24,8 @@ def collected(*prompts, greedy=(), winners=None):
 
 
 def document_of(rewards, settings, **changes):
-    return results_document({"model": "m"}, rewards, settings, seed=1, majority_by="exact text", **changes)
+    failures = {"repeated_rows": 0, "engines_replaced": 0} | changes
+    return results_document({"model": "m"}, rewards, settings, seed=1, majority_by="exact text", failures=failures)
 
 
 def test_every_statistic_is_the_mean_over_prompts_computed_by_hand():
@@ -55,6 +56,16 @@ def test_graded_rewards_have_pass_at_k_from_the_threshold_on_and_none_without():
     assert "pass@1" not in document["statistics"]
     assert document["passes_from_reward"] == 0.5
     assert "greedy_mean" not in document["statistics"]
+
+
+def test_failures_of_engines_are_in_the_results_and_mentioned():
+    document = document_of(collected([1.0]), Evaluate(samples=1), repeated_rows=3, engines_replaced=1)
+    assert (document["repeated_rows"], document["engines_replaced"]) == (3, 1)
+    expected = (
+        "3 responses were generated again from their seeds, and 1 engines replaced, because engines failed (run.log)"
+    )
+    assert expected in result_notes(document)
+    assert not any("engines" in note for note in result_notes(document_of(collected([1.0]), Evaluate(samples=1))))
 
 
 def test_a_response_without_a_reward_counts_as_0_and_is_mentioned():

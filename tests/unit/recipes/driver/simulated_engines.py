@@ -15,11 +15,12 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Checkpoint, Rollout, Trainer
-from rlpack.distributed.calls import Pending
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.usage import Usage
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -99,11 +100,13 @@ class SimulatedRank:
         with self.lock:
             self.engine.is_interrupted = self.is_publishing = True
 
-    def replace_failed_engine(self) -> None:
+    def replace_failed_engine(self) -> bool:
         with self.lock:
-            if not self.engine.is_alive:
-                self.engine, self.num_engines = SimulatedEngine(self), self.num_engines + 1
-                self.in_flight.move_to(cast(Any, self.engine))
+            if self.engine.is_alive:
+                return False
+            self.engine, self.num_engines = SimulatedEngine(self), self.num_engines + 1
+            self.in_flight.move_to(cast(Any, self.engine))
+            return True
 
     def publish(self, version: int) -> None:
         with self.lock:
@@ -121,6 +124,10 @@ class SimulatedGroup:
 
     def wait_any(self, pending: Sequence[Any], timeout_s: float) -> list[int]:
         return [0]
+
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        assert len(call.args_of_rank) == RANKS
+        return Pending(lambda: [vars(SimulatedRank)[call.method](rank) for rank in self.every])
 
     def submit_to(
         self, rank: int, method: Any, rows: BatchedDataDict, *args: Any, of_start: int, answer_s: float
@@ -152,7 +159,7 @@ class Weights:
     def publish(self, session: Session, step: StepContext) -> None:
         """Stand in for `sync_weights`."""
         with session.publication():
-            session.rollout.run(SimulatedRank.replace_failed_engine)
+            replace_failed_engines(session.rollout, session.engine_access)
             self.version += 1
             self.publish_again(None)
 
@@ -196,7 +203,9 @@ class Ledger:
 
 
 def draw(session: Session, step: StepContext) -> Batch:
-    return Batch(sample_responses(session, _drawn(session, step), GROUP, temperature=1.0), as_scored)
+    return Batch(
+        sample_responses(session, _drawn(session, step), GROUP, temperature=1.0, metrics=step.metrics), as_scored
+    )
 
 
 def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:
@@ -205,7 +214,7 @@ def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch]
         columns = {"response_lengths": lengths, "finish_reason": ["stop"] * size, "rewards": lengths.float()}
         on_groups(Batch(part.union(columns | {"valid": torch.ones(size, dtype=torch.bool)}), as_scored))
 
-    sample_responses(session, _drawn(session, step), GROUP, temperature=1.0, on_part=report)
+    sample_responses(session, _drawn(session, step), GROUP, temperature=1.0, metrics=step.metrics, on_part=report)
 
 
 def _drawn(session: Session, step: StepContext) -> DrawnPrompts:

@@ -165,7 +165,7 @@ def test_every_evaluation_samples_the_weights_of_its_step_and_no_batch_is_staler
     @EnginesOnly
     def evaluate(session: Session, step: StepContext) -> None:
         drawn = DrawnPrompts(session.held_out.batch(np.arange(3)), 2**32, np.arange(3))
-        rollouts = sample_responses(session, drawn, GROUP, temperature=1.0)
+        rollouts = sample_responses(session, drawn, GROUP, temperature=1.0, metrics=step.metrics)
         sampled[step.number] = set(rollouts["policy_version"].values.tolist())
         evaluation._check_versions(session, step, rollouts)
 
@@ -307,7 +307,7 @@ def test_an_evaluation_whose_engines_all_fail_ends_the_run_once_their_weights_ar
         begun.set()
         assert dead.wait(30.0)
         drawn = DrawnPrompts(session.held_out.batch(np.arange(3)), 2**32, np.arange(3))
-        sample_responses(session, drawn, GROUP, temperature=1.0)
+        sample_responses(session, drawn, GROUP, temperature=1.0, metrics=step.metrics)
 
     queue = AheadQueue(session, draw)
 

@@ -18,6 +18,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver import ahead, begun_batch
 from rlpack.recipes.driver.ahead import AheadQueue
@@ -27,7 +28,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
-from tests.unit.recipes.driver.sessions import SavingSession
+from tests.unit.recipes.driver.sessions import SavingSession, run_of
 from tests.unit.recipes.driver.simulated_engines import (
     GROUP,
     PROMPTS,
@@ -66,7 +67,11 @@ def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engine
     assert ledger.positions == {n: list(range(PROMPTS * (n - 1), PROMPTS * n)) for n in range(1, steps + 1)}
     assert 0 <= min(ledger.lags) <= max(ledger.lags) <= lead
     assert max(ledger.lags) == lead, "nothing ran ahead"
-    assert sum(rank.num_engines for rank in session.rollout.every) > RANKS, "no engine died"
+    replaced = sum(rank.num_engines for rank in session.rollout.every) - RANKS
+    assert replaced > 0, "no engine died"
+    counts = [*run_of(session).records, session.engine_access.pop_metrics()]
+    assert sum(record.get("rollout/engines_replaced", 0) for record in counts) == replaced
+    assert sum(record.get("rollout/repeated_rows", 0) for record in counts) >= replaced / 2
     assert threading.active_count() < 20
     assert session.engine_access.load.in_flight == dict.fromkeys(range(RANKS), 0)
 
@@ -101,7 +106,7 @@ def test_an_evaluation_shares_the_engines_with_batches_that_were_begun_and_sampl
     def evaluate(session: Session, step: StepContext) -> None:
         evaluating.append(step.number)
         drawn = DrawnPrompts(session.held_out.batch(np.arange(3)), 2**32, np.arange(3))
-        rollouts = sample_responses(session, drawn, GROUP, temperature=1.0)
+        rollouts = sample_responses(session, drawn, GROUP, temperature=1.0, metrics=step.metrics)
         versions.append(set(rollouts["policy_version"].values.tolist()) - {session.rollout_weights.version})
         evaluating.pop()
 
@@ -279,11 +284,12 @@ def test_engines_are_replaced_by_the_main_thread_alone_which_knows_whose_weights
         rank.engine.calls_left = 1
     replaced: list[threading.Thread] = []
 
-    def run(method: Any, *args: Any) -> None:
-        replaced.extend([threading.current_thread()] * (method.__name__ == "replace_failed_engine"))
-        SimulatedGroup.run(session.rollout, method, *args)
+    def submit(call: Call) -> Any:
+        assert call.method == "replace_failed_engine"
+        replaced.append(threading.current_thread())
+        return SimulatedGroup.submit(session.rollout, call)
 
-    session.rollout.run = run
+    session.rollout.submit = submit
     ledger = Ledger()
     walk(session, ledger)
     assert set(replaced) == {threading.main_thread()}

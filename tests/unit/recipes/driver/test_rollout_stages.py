@@ -48,13 +48,13 @@ def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_a_time(
     set_group(session, "rollout", generate=generate).dp_size = ranks
     rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)] * prompts)["input_ids"], "uid": ["a"] * prompts})
     draw = DrawnPrompts(rows, 1, np.arange(prompts))
-    in_parts = sample_responses(session, draw, samples, temperature=1.0, on_part=parts.append)
+    in_parts = sample_responses(session, draw, samples, temperature=1.0, metrics={}, on_part=parts.append)
     assert [part.num_rows for part in parts] == sizes
     assert all(size % samples == 0 for size in sizes)
     assert max(sizes) <= max(samples, ranks * max_num_seqs)
     assert max(sizes) - min(sizes) <= samples
     sizes.clear()
-    whole = sample_responses(session, draw, samples, temperature=1.0)
+    whole = sample_responses(session, draw, samples, temperature=1.0, metrics={})
     assert sizes == [prompts * samples]
     assert torch.equal(in_parts["seen"], whole["seen"])
     assert in_parts["group_ids"].tolist() == whole["group_ids"].tolist()
