@@ -46,7 +46,8 @@ BOUNDED = {
         "recipes/driver/performance.py: self.peaks[role].result()",
         "recipes/driver/policy_stages.py: pending.result()",
         "recipes/driver/reward_stages.py: pending.result()",
-        "recipes/driver/router.py: calls.pop(ranks[place]).result()",
+        "recipes/driver/engine_restarts.py: rollout.ranks.submit(call).result()",
+        "recipes/driver/router.py: calls.pop(rank).pending.result()",
         "recipes/preflight/reward_smoke_test.py: rewards.result()",
         "rlpack/testing/local_ranks.py: self.submit(Call(role, method, [args] * self.num_ranks, {})).result()",
         "rlpack/testing/local_ranks.py: "
