@@ -169,13 +169,14 @@ class RolloutWorker(Worker):
             The memory in use on the rank's GPUs before and after, in bytes.
         """
         before = used_bytes(self.context.torch_device)
-        cast(StreamingEngine, self._engine).sleep()
+        if not self._is_unhealthy:  # one that hangs would not answer; it is replaced
+            cast(StreamingEngine, self._engine).sleep()
         return before, used_bytes(self.context.torch_device)
 
     @broadcast
     def wake(self) -> bool:
         """Wake the engine; return False if it has no usable weights, which have to be published again."""
-        is_awake = cast(StreamingEngine, self._engine).wake()
+        is_awake = self._is_unhealthy or cast(StreamingEngine, self._engine).wake()
         if not is_awake:
             self._received.require_update("the engine discarded its weights to sleep")
         return self._received.is_usable
