@@ -63,7 +63,8 @@ def restore_engines(
 def weights_are_gone() -> RoleError:
     """Return the error of engines that can't get the weights that a batch or an evaluation began with."""
     cause = (
-        "every engine failed while the actor trains (trainer.lead), so the weights that this batch or evaluation began "
-        "with are gone; resume the run from its last checkpoint"
+        "engines had to be replaced during a batch or evaluation that runs ahead of training (trainer.lead), and the "
+        "actor may have changed since, so the weights that this batch or evaluation began with are gone; resume the "
+        "run from its last checkpoint"
     )
     return RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)

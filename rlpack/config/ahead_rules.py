@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import pool_of, started_roles
+from rlpack.config.roles import pool_of, scores, started_roles
 from rlpack.config.schema import Config
 
 # Called by the thread that draws, not while an earlier batch is trained on.
@@ -30,6 +30,29 @@ def ahead_problems(config: Config) -> Iterator[str]:
             "processes would take turns, and nothing would overlap. Give rollout a pool of its own, "
             "as placement=two_pools does, or set trainer.lead=0"
         )
+
+
+def ahead_warnings(config: Config) -> Iterator[str]:
+    """Yield scoring roles whose calls wait for those of roles that train, so that a lead hides less of the scoring.
+
+    A rank answers one call at a time, so it doesn't even start to score in the background before an update ends.
+    """
+    if not config.trainer.lead or not recipe_of(config).runs_ahead:
+        return
+    roles, engines = started_roles(config), pool_of(config, "rollout")
+    for role in (role for role in roles if scores(config, role)):
+        pool = pool_of(config, role)
+        busy = [one for one in roles if one != "rollout" and not scores(config, one) and pool_of(config, one) == pool]
+        if busy and pool != engines:
+            way_out = (
+                f"set placement.roles.{role}={engines}"
+                if role in _DRAWING
+                else f"give it a pool of its own: placement.pools.{role}.ranks=1 placement.roles.{role}={role}"
+            )
+            yield (
+                f"trainer.lead is {config.trainer.lead}, but the role {role} scores in the pool {pool!r}, which also "
+                f"runs {', '.join(busy)}: scores of the next batch wait for every update; {way_out}"
+            )
 
 
 def _publish_problems(config: Config) -> Iterator[str]:

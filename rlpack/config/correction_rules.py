@@ -52,15 +52,17 @@ def _gives_metrics(config: Config, key: str) -> bool:
 
 def _limit_problems(config: Config) -> Iterator[str]:
     """Yield limits on metrics that a run doesn't have."""
-    lead, correction = config.trainer.lead, config.algorithm.correction
+    correction = config.algorithm.correction
+    oldest = config.trainer.max_lag if config.trainer.lead else None  # without a lead, no lags are measured
     for key, limits in (("warn_above", correction.warn_above), ("stop_above", correction.stop_above)):
         for name, limit in limits.items():
             lag, _, metric = name.rpartition("/")
             number = lag.removeprefix("lag_")
-            has_lag = not lag or (lag.startswith("lag_") and number.isdecimal() and 0 <= int(number) <= lead and lead)
+            is_lag = lag.startswith("lag_") and number.isdecimal()
+            has_lag = not lag or (is_lag and oldest is not None and int(number) <= oldest)
             missing = OF_KEYS.get(metric, "")
             if not has_lag or metric not in (*MISMATCHES, *OF_KEYS):
-                lags = f", each also as lag_0/… to lag_{lead}/…" if lead else ""
+                lags = f", each also as lag_0/… to lag_{oldest}/…" if oldest is not None else ""
                 yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join((*MISMATCHES, *OF_KEYS))}{lags}"
             elif missing and not _gives_metrics(config, missing):
                 yield f"{_KEY}.{key} has the metric {name!r}, which needs {_KEY}.{missing}; set it, or remove the limit"

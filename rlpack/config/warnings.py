@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterator
 
+from rlpack.config.ahead_rules import ahead_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
@@ -24,6 +25,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
     """
     return [
         *recipe_texts(config, "warnings"),
+        *ahead_warnings(config),
         *_sampling(config),
         *_mini_batches(config, given),
         *_untaught_model(config),

@@ -1,6 +1,7 @@
 """`rlpack trace`: the spans of all processes of a run as one trace, in Chrome's JSON format, which Perfetto opens."""
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,10 +217,11 @@ def idle_spans(process: ProcessSpans, steps: Sequence[Span]) -> list[Span]:
     calls, idle = process.outermost(MAIN_THREAD), []
     if not calls:
         return []
+    begins, ends = [call.begin_us for call in calls], [call.end_us for call in calls]  # both ascend: none overlap
     for step in steps:
         if step.begin_us > calls[-1].end_us or step.end_us < calls[0].begin_us:
             continue  # another process of this name ran then
-        inside = [call for call in calls if call.end_us > step.begin_us and call.begin_us < step.end_us]
+        inside = calls[bisect_right(ends, step.begin_us) : bisect_left(begins, step.end_us)]
         borders = [step.begin_us, *(border for call in inside for border in (call.begin_us, call.end_us)), step.end_us]
         gaps = zip(borders[::2], borders[1::2], strict=True)
         idle += [Span("idle", begin, end - begin, MAIN_THREAD) for begin, end in gaps if end - begin >= _LEAST_IDLE_US]

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlpack.config.ahead_rules import ahead_problems
-from rlpack.config.schema import Placement, Pool, Rollout, Trainer
+from rlpack.config.ahead_rules import ahead_problems, ahead_warnings
+from rlpack.config.schema import Config, Placement, Pool, Role, Rollout, Trainer
+from rlpack.config.sections.value_models import RewardModel
+from rlpack.config.warnings import config_warnings
 from tests.builders import tiny_config
 
 APART = {"pools": {"main": Pool(), "engines": Pool()}}
@@ -133,3 +135,37 @@ def test_a_window_in_which_no_group_may_be_late_is_refused():
         problems(generation=in_flight(), late=late | {"late_groups": {"window": 2, "share": 0.25}}, rollout="engines")
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ({"rollout": "engines", "reward": "engines"}, []),
+        ({"rollout": "engines"}, ["trainer.lead is 1, but the role reward scores in the pool 'main', which also runs"]),
+        ({"rollout": "engines", "reward": "spare"}, []),
+    ],
+)
+def test_reward_functions_that_wait_for_updates_are_a_warning(roles: dict[str, str], expected: list[str]):
+    found = list(ahead_warnings(scoring(roles)))
+    assert [text.startswith(start) for text, start in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert all(text.endswith("set placement.roles.reward=engines") for text in found)
+    assert list(ahead_warnings(scoring(roles, lead=0))) == []
+
+
+def test_a_reward_model_and_a_judge_in_the_pool_that_trains_are_a_warning_with_the_pool_to_add():
+    roles = {"judge": Role(target="rlpack.workers.judge:JudgeWorker"), **Config().roles}
+    model = RewardModel(path="org/model")
+    apart = {"rollout": "engines", "reward": "engines"}
+    config = scoring(apart, roles=roles, reward_model=model)
+    found = {text.partition("the role ")[2].partition(" ")[0]: text for text in config_warnings(config)}
+    assert found.keys() == {"judge", "reward_model"}
+    for role, text in found.items():
+        assert "in the pool 'main', which also runs actor: scores of the next batch wait for every update" in text
+        assert text.endswith(f"placement.pools.{role}.ranks=1 placement.roles.{role}={role}")
+    moved = scoring(apart | {"judge": "spare", "reward_model": "spare"}, roles=roles, reward_model=model)
+    assert list(ahead_warnings(moved)) == []
+
+
+def scoring(pools: dict[str, str], lead: int = 1, **sections: Any) -> Config:
+    placement = Placement(pools={**APART["pools"], "spare": Pool()}, roles=pools)
+    return tiny_config(trainer=Trainer(lead=lead), placement=placement, **sections)

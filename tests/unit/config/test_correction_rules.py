@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlpack.config.correction_rules import correction_problems
-from rlpack.config.schema import Algorithm, Rollout
+from rlpack.config.schema import Algorithm, Rollout, Trainer
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.warnings import config_warnings
 from tests.builders import tiny_config
@@ -54,6 +54,15 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
 def test_values_that_make_no_correction_are_named(correction: dict[str, Any], text: str):
     (problem,) = problems(**correction)
     assert text in problem
+
+
+def test_limits_on_lags_reach_as_far_as_late_groups_do():
+    trainer = Trainer(lead=2, late_groups={"window": 3})  # pyright: ignore[reportArgumentType]
+    limits = {f"lag_{lag}/kl": 1.0 for lag in (0, 4, 5)}
+    algorithm = Algorithm(correction=Correction(weights="token", stop_above=limits))
+    (problem,) = correction_problems(tiny_config(algorithm=algorithm, trainer=trainer))
+    assert "has the metric 'lag_5/kl'" in problem
+    assert problem.endswith("each also as lag_0/… to lag_4/…")
 
 
 def test_bypass_needs_the_kl_term_in_the_loss():

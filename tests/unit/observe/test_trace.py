@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rlpack.cli.main import main
 from rlpack.observe.errors import ReportError
 from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.timeline import Timeline, timeline_figure
-from rlpack.observe.trace import idle_spans, read_spans, train_steps, write_trace
+from rlpack.observe.trace import ProcessSpans, Span, idle_spans, read_spans, train_steps, write_trace
 
 MS = 1000
 DRIVER = [["train step 1", 0, 100 * MS, "MainThread"], ["train step 2", 100 * MS, 100 * MS, "MainThread"]]
@@ -80,6 +81,21 @@ def test_idle_is_what_lies_between_calls_within_the_steps(run_dir: Path):
     assert found == [(0, 10), (70, 100), (100, 110), (150, 200)]
     found = [(span.begin_us // MS, span.end_us // MS) for span in idle_spans(processes[1], steps)]
     assert found == [(0, 50), (90, 100), (100, 195)]
+
+
+def test_idle_times_of_10_000_steps_are_found_in_linear_time():
+    # Each step has five calls of 1 ms, 2 ms apart; the first one begins in the step before.
+    number, length = 10_000, 15 * MS
+    steps = [Span("train step", place * length, length, "MainThread") for place in range(number)]
+    begins = [place * length + call * 3 * MS - MS // 2 for place in range(number) for call in range(5)]
+    calls = tuple(Span("actor.train_step", begin, MS, "MainThread") for begin in begins)
+    began = time.perf_counter()
+    found = idle_spans(ProcessSpans("main/0", 7, "node", calls), steps)
+    assert time.perf_counter() - began < 10.0  # a scan of all calls for each step takes minutes
+    nexts = [*begins[1:], number * length]
+    assert [(span.begin_us, span.end_us) for span in found] == [
+        (begin + MS, following) for begin, following in zip(begins, nexts, strict=True)
+    ]
 
 
 def test_the_file_has_every_span_once_with_process_and_thread_names(run_dir: Path):
