@@ -59,7 +59,8 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     - Each matrix weight takes 2 FLOPs per token. In a mixture of experts, only the routed share of the experts counts;
       an embedding is a lookup and free, unless it is also the output head.
     - Causal attention of H heads of size D takes 4·H·D FLOPs per pair of a token and an earlier key: 2·H·D·L² per
-      layer (Kaplan et al., 2020, arXiv:2001.08361, appendix B, which ignores that the mask halves it).
+      layer (Kaplan et al., 2020, arXiv:2001.08361, appendix B, which ignores that the mask halves it). In latent
+      attention, D is the mean of the sizes of keys and values.
     - A layer with a window of w keys counts w / 2 keys per token: exact for L = w, and half the true number for much
       longer sequences.
     """
@@ -72,7 +73,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     shape = settings_of(model.config)
     head = model.get_output_embeddings()
     heads = shape.get("num_attention_heads") or 0  # a model without attention has no quadratic part
-    width = heads * (shape.get("head_dim") or shape["hidden_size"] // heads) if heads else 0
+    width = heads * _head_size(shape, heads) if heads else 0
     windows = list(_windows(shape)) if heads else []
     full = sum(window is None for window in windows)
     windowed = sum(window for window in windows if window is not None)
@@ -82,6 +83,13 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
         trained=_trained_share(model),
     )
+
+
+def _head_size(shape: Mapping[str, Any], heads: int) -> float:
+    """Return the size of a head; where keys and values differ (latent attention), the mean of both."""
+    if "qk_nope_head_dim" in shape and "qk_rope_head_dim" in shape:  # its head_dim is the rotary part of keys
+        return (shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"] + shape["v_head_dim"]) / 2
+    return shape.get("head_dim") or shape["hidden_size"] // heads
 
 
 def _trained_share(model: PreTrainedModel) -> float:

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpack.models.flops import model_flops, sequence_cost
+from tests.distributed.layouts.cases import FAMILIES
 from tests.unit.models.tiny import tiny_model
 
 
@@ -56,6 +57,22 @@ def test_a_mixture_of_experts_costs_its_routed_share() -> None:
     with torch.device("meta"):
         cost = sequence_cost(AutoModelForCausalLM.from_config(config))
     assert counted(model, 16) == cost.linear * 16 + 2 * cost.quadratic * 16**2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cost_of_every_family_with_layouts_is_what_torch_counts(family: str) -> None:
+    """At the width of a window; the products of attention, which torch counts for all pairs, by half."""
+    shape = {"vocab_size": 53, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = shape | {"num_key_value_heads": 2, "intermediate_size": 48} | FAMILIES[family]
+    tokens = settings.get("sliding_window", 16)
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    ids = torch.arange(tokens)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert attention > 0
+    assert counter.get_total_flops() - attention / 2 == sequence_cost(model).of(np.array([tokens]))[0]
 
 
 def test_windowed_layers_are_linear_in_length() -> None:
