@@ -10,7 +10,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.config.layout_sizes import layout_problems
+from rlpack.config.layout_sizes import layout_fits
 from rlpack.config.roles import (
     gpus_per_rank,
     is_builtin,
@@ -36,7 +36,7 @@ from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memo
 from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, role_layout, role_memory
 from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offload, run_memory
 from rlpack.recipes.preflight.config_checks import check_before_start
-from rlpack.recipes.preflight.split_checks import split_sizes_problem
+from rlpack.recipes.preflight.split_checks import misfit
 from rlpack.startup.machine import check_machine
 from rlpack.workers.build import WHOLE_BYTES
 
@@ -120,12 +120,12 @@ class Estimator:
         limits = {"device_limit": self.limits.device, "host_limit": self.limits.host}
         return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
 
-    def problem(self, config: Config) -> str | None:
-        """Return why a variant's layout can't run; None if it can."""
-        for problem in layout_problems(config):
-            return problem
-        roles = (role for role in model_roles(config) if role in ("actor", "reference", "critic"))
-        return next((found for role in roles if (found := split_sizes_problem(config, role, self.model))), None)
+    def can_run(self, config: Config) -> bool:
+        """Return whether the layouts of a variant fit its ranks and the model."""
+        roles = model_roles(config)
+        return all(layout_fits(config, role) for role in roles) and all(
+            misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
+        )
 
     def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:
         """Return the memory of a role's model; variants that it doesn't depend on share it."""
@@ -210,7 +210,7 @@ def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tupl
     enough = set()
     for key, value in smaller(config, estimator.batch(config).longest):
         changed = with_value(config, key, value)
-        if key in enough or estimator.problem(changed) is not None:
+        if key in enough or not estimator.can_run(changed):
             continue
         with contextlib.suppress(PackingError, ModelError):
             memory = estimator.memory(changed)

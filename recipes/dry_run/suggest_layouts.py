@@ -208,7 +208,7 @@ def _with_context_method(config: Config, estimator: Estimator, values: dict[str,
         changed = config
         for key, value in chosen.items():
             changed = with_value(changed, key, value)
-        if estimator.problem(changed) is None:
+        if estimator.can_run(changed):
             yield chosen
             return
 

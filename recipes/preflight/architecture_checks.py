@@ -11,12 +11,14 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlpack.config.layout_remedies import Change, overrides, remedy
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     batching_key,
     gpus_per_rank,
     longest_rollout,
     pool_of,
+    role_batching,
     role_compute,
     role_parallel,
     runs_packed,
@@ -101,9 +103,13 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
     kind = f"{type(model).__name__} ({model.config.model_type})"
     if runs_packed(config, role) and (reason := _unpackable(model)):
         parallel = role_parallel(config, role)
-        others = " ".join(f"{role}.parallel.{name}=1" for name in ("cp", "tp") if getattr(parallel, name) > 1)
-        way_out = others or f"{batching_key(role)}.mode=dynamic or fixed"
-        raise ModelError(f"{kind} can't be run packed as the {role}: {reason}; set {way_out}")
+        shared: Change = {name: 1 for name in ("cp", "tp") if getattr(parallel, name) > 1}
+        sizes = (remedy(config, role, [shared]) or overrides(role, shared)) if shared else ""
+        mode = f"{batching_key(role)}.mode=dynamic" if role_batching(config, role).mode == "packed" else ""
+        raise ModelError(
+            f"{kind} can't be run packed as the {role}: {reason}; set {' '.join(filter(None, (sizes, mode)))}"
+            + " or fixed" * bool(mode)
+        )
     if problem := split_sizes_problem(config, role, model):
         raise ModelError(f"{kind} {problem}")
 

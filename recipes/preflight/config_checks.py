@@ -15,7 +15,7 @@ from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.config.evaluation_sets import naming, set_configs
-from rlpack.config.layout_sizes import cp_for_budget
+from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import CALLS_SERVER, JUDGE
 from rlpack.config.roles import forward_batching, role_batching, started_roles
@@ -261,5 +261,5 @@ def _check_demonstrations(
         slots = -(-lengths // multiple) * multiple
         for row in np.flatnonzero(slots > batching.max_tokens)[:1]:
             example = prompts.examples[start + row]
-            cp = cp_for_budget(config, "actor", int(slots[row]), batching.max_tokens)
+            cp = cp_for(config, "actor", int(lengths[row]), forward=section != "batching")
             raise overlong_demonstration_error(example, lengths[row], batching.max_tokens, section, cp)

@@ -1,13 +1,14 @@
-"""Rules about batching: budgets that hold the longest rollout, and roles that cut overlong sequences alike."""
+"""Rules about batching: budgets that hold alignments and the longest rollout, and roles that cut sequences alike."""
 
 from collections.abc import Iterator
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.layout_sizes import cp_for
+from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     WITH_LAYOUTS,
     batching_key,
+    chunks_of,
     forward_batching,
     is_builtin,
     longest_rollout,
@@ -18,6 +19,7 @@ from rlpack.config.roles import (
     started_roles,
 )
 from rlpack.config.schema import Config, RoleBatching
+from rlpack.config.token_budgets import batchings, holds, slots_of, with_microbatches
 from rlpack.packing.batching import Batching
 
 
@@ -70,39 +72,76 @@ def _cut(batching: Batching) -> tuple[str, int | None, str, int] | None:
     return batching.overlong, batching.max_tokens, batching.mode, batching.alignment
 
 
+def alignment_problems(config: Config) -> Iterator[str]:
+    """Refuse a token budget that doesn't hold even one alignment, whatever happens to overlong sequences.
+
+    A key that several roles inherit is named once, with a value that is enough for all of them.
+    """
+    smallest: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for role in with_microbatches(config):
+        for batching, forward in batchings(config, role):
+            if batching.alignment <= batching.budget:
+                continue
+            key, cp, slots = _key_of(config, role, "max_tokens", forward=forward), _cp(config, role), batching.alignment
+            if batching.overlong == "error" and recipe_of(config).generates:
+                slots = slots_of(batching, longest_rollout(config))
+            smallest[key] = max(-(-slots // cp), smallest.get(key, 0))
+            reasons.setdefault(key, _alignment_reason(config, role, batching, key, forward=forward))
+    for key, reason in reasons.items():
+        yield f"{reason}; set {key}.max_tokens={smallest[key]} or more, or lower the multiple"
+
+
+def _alignment_reason(config: Config, role: str, batching: Batching, key: str, *, forward: bool) -> str:
+    """Return the keys that raise the slots of every sequence of a role over its budget, which `key` sets."""
+    cp, name = _cp(config, role), "pad_to_multiple" if batching.mode == "packed" else "length_multiple"
+    multiple_key = _key_of(config, role, name, forward=forward)
+    multiple = _own_value(config, role, name, forward=forward)
+    chunks = chunks_of(role_parallel(config, role), cp) if role in WITH_LAYOUTS else 1
+    shared = "" if cp == 1 else f" on each of the {cp} ranks of {role}.parallel.cp"
+    cut = f", and cp_method=all_gather cuts each sequence into {chunks} chunks" if chunks > 1 else ""
+    return (
+        f"{key}.max_tokens is {batching.budget // cp} for the role {role}{shared}, under the slots of any sequence: "
+        f"{multiple_key}.{name} is {multiple}{cut}"
+    )
+
+
 def token_budget_problems(config: Config) -> Iterator[str]:
     """Refuse a token budget under the longest possible rollout, which would fail hours later."""
     if not recipe_of(config).generates:
         return
     longest = longest_rollout(config)
-    for role in started_roles(config):
-        if role in {"rollout", "reward"}:
-            continue
-        own, forward = own_batching(config, role), forward_batching(config, role)
-        key, overlong = (
-            "batching" if value is None else batching_key(role) for value in (own.max_tokens, own.overlong)
-        )
-        yield from _too_small(config, role, role_batching(config, role), longest, (key, overlong))
-        if forward is not None:
+    for role in with_microbatches(config):
+        overlong = "batching" if own_batching(config, role).overlong is None else batching_key(role)
+        for batching, forward in batchings(config, role):
+            if holds(batching, longest):
+                continue
             # Alignments of its own may not fit into an inherited budget.
-            inherits = own_forward_batching(config, role).max_tokens is None
-            keys = key if inherits else f"{role}.forward_batching", overlong
-            yield from _too_small(config, role, forward, longest, keys)
+            key, cp = _key_of(config, role, "max_tokens", forward=forward), _cp(config, role)
+            assert batching.max_tokens is not None
+            shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
+            fitting = cp_for(config, role, longest, forward=forward)
+            way_out = "" if fitting is None else f"share it among ranks by {fitting}, "
+            yield (
+                f"{key}.max_tokens is {batching.max_tokens // cp} for the role {role}{shared}, under the "
+                f"{slots_of(batching, longest)} slots that the longest sequence takes (data.max_prompt_tokens "
+                f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {config.rollout.max_new_tokens}); raise it, "
+                f"{way_out}lower one of the two, or set {overlong}.overlong=truncate"
+            )
 
 
-def _too_small(config: Config, role: str, batching: Batching, longest: int, keys: tuple[str, str]) -> Iterator[str]:
-    """Yield a problem if a budget doesn't hold the longest sequence; `keys` set `max_tokens` and `overlong`."""
-    slots = -(-longest // batching.alignment) * batching.alignment
-    if batching.overlong != "error" or batching.max_tokens is None or slots <= batching.max_tokens:
-        return
-    cp = role_parallel(config, role).cp if role in WITH_LAYOUTS else 1
-    per_rank, way_out = batching.max_tokens // cp, ""
-    if role in WITH_LAYOUTS and (fitting := cp_for(config, role, slots, per_rank)) is not None:
-        way_out = f"share it among ranks by {role}.parallel.cp={fitting}, "
-    shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
-    yield (
-        f"{keys[0]}.max_tokens is {per_rank} for the role {role}{shared}, under the {slots} slots that the "
-        f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
-        f"{config.rollout.max_new_tokens}); raise it, {way_out}lower one of the two, or set "
-        f"{keys[1]}.overlong=truncate"
-    )
+def _key_of(config: Config, role: str, name: str, *, forward: bool) -> str:
+    """Return the section that sets a key of a role's batching: its own, or one that it inherits from."""
+    if forward and getattr(own_forward_batching(config, role), name) is not None:
+        return f"{role}.forward_batching"
+    return "batching" if getattr(own_batching(config, role), name) is None else batching_key(role)
+
+
+def _own_value(config: Config, role: str, name: str, *, forward: bool) -> int:
+    """Return the value that is set for a role, before ranks that share tokens change it."""
+    sections = own_forward_batching(config, role) if forward else None, own_batching(config, role), config.batching
+    return next(value for section in sections if (value := getattr(section, name, None)) is not None)
+
+
+def _cp(config: Config, role: str) -> int:
+    return role_parallel(config, role).cp if role in WITH_LAYOUTS else 1

@@ -41,6 +41,8 @@ def role_batching(config: Config, role: str) -> Batching:
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
     # Roles without microbatches have no token budget: prompts on their way to them are never cut or dropped.
+    names = ("pad_to_multiple", "length_multiple")
+    multiples = {name: min(getattr(config.batching, name), config.batching.budget) for name in names}
     if role == "rollout":
         rows = min(config.rollout.max_num_seqs, MAX_LENGTH)
         return config.batching.override(
@@ -49,9 +51,10 @@ def role_batching(config: Config, role: str) -> Batching:
             overlong="own_microbatch",
             equal_rows=False,
             share_prompts=False,
+            **multiples,
         )
     if role == "reward":
-        return config.batching.override(overlong="own_microbatch", share_prompts=False)
+        return config.batching.override(overlong="own_microbatch", share_prompts=False, **multiples)
     own = own_batching(config, role)
     if role not in WITH_LAYOUTS and own.share_prompts is None:
         own = own.model_copy(update={"share_prompts": False})  # a role's code may not know of shared slots

@@ -12,14 +12,19 @@ from pathlib import Path
 
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
-from rlpack.config.batching_rules import cut_problems, own_batching_problems, token_budget_problems
+from rlpack.config.batching_rules import (
+    alignment_problems,
+    cut_problems,
+    own_batching_problems,
+    token_budget_problems,
+)
 from rlpack.config.compile_rules import compile_problems
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.evaluation_sets import evaluation_set_problems, key_of, reward_functions, sources
 from rlpack.config.expert_rules import expert_problems
 from rlpack.config.function_names import function_name_problems
-from rlpack.config.layout_sizes import layout_problems
+from rlpack.config.layout_rules import layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
@@ -43,7 +48,7 @@ _LONGEST_NAME = 255
 def broken_rules(config: Config) -> list[str]:
     """Return the problems across keys of a config whose single values are valid."""
     problems = [problem for rule in _RULES for problem in rule(config)]
-    return problems or list(token_budget_problems(config))
+    return problems or list(alignment_problems(config)) or list(token_budget_problems(config))
 
 
 def _recipe(config: Config) -> Iterator[str]:

@@ -110,7 +110,7 @@ def nothing_left_error(name: str, max_tokens: int) -> DataError:
 
 
 def overlong_demonstration_error(
-    example: Example, num_tokens: int, max_tokens: int, section: str = "batching", cp: int | None = None
+    example: Example, num_tokens: int, max_tokens: int, section: str = "batching", cp: str | None = None
 ) -> DataError:
     """Return the error for a prompt that, with its demonstration, is over the token budget of a section.
 
@@ -119,9 +119,9 @@ def overlong_demonstration_error(
         num_tokens: of both.
         max_tokens: the token budget of a microbatch.
         section: with the budget.
-        cp: the `actor.parallel.cp` with which it would fit; None if there is none.
+        cp: overrides of `actor.parallel.cp` with which it would fit; None if there are none.
     """
-    shared = "" if cp is None else f"share it among ranks by actor.parallel.cp={cp}, "
+    shared = "" if cp is None else f"share it among ranks by {cp}, "
     return DataError(
         f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, over the {max_tokens} of "
         f"a microbatch; raise {section}.max_tokens, {shared}remove the row, or set batching.overlong=truncate"

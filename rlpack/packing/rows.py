@@ -22,6 +22,9 @@ from rlpack.packing.prefixes import owners_of, shared_tokens
 from rlpack.packing.request import PlanRequest
 from rlpack.packing.row_sets import RowSets
 
+# The ranks that share a microbatch have max_tokens slots each; a plan knows only the slots of all.
+_SLOTS = "slots of a microbatch (batching.max_tokens of each rank that shares it)"
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -111,7 +114,7 @@ def _resolve_lengths(request: PlanRequest) -> np.ndarray:
     budget, multiple = batching.budget, batching.alignment
     if multiple > budget:
         key = "pad_to_multiple" if batching.mode == "packed" else "length_multiple"
-        raise PackingError(f"batching.{key} ({multiple}) exceeds batching.max_tokens ({budget}); lower it")
+        raise PackingError(f"batching.{key} ({multiple}) exceeds the {budget} {_SLOTS}; lower it")
     if batching.overlong == "truncate":
         return np.minimum(lengths, budget // multiple * multiple)
     overlong = batching.slots_of(lengths) > budget
@@ -119,7 +122,7 @@ def _resolve_lengths(request: PlanRequest) -> np.ndarray:
         row = int(np.flatnonzero(overlong)[0])
         rounded = "" if multiple == 1 else f" (rounded up to a multiple of {multiple})"
         raise PackingError(
-            f"sequence {row} has {lengths[row]} tokens{rounded}, over the budget of {budget}; "
+            f"sequence {row} has {lengths[row]} tokens{rounded}, over the {budget} {_SLOTS}; "
             "raise batching.max_tokens or set batching.overlong=truncate"
         )
     return lengths
@@ -195,8 +198,8 @@ def _check_items(rows: Rows) -> None:
         first = int(np.flatnonzero(rows.oversized)[0])
         raise PackingError(
             f"group {_name(rows, first)} takes {rows.items.slots_in(batching.mode)[first]} slots for "
-            f"{rows.items.counts[first]} rows, over the budget of {batching.max_tokens}; raise batching.max_tokens, "
-            "set batching.overlong=drop, or allow make_plan to split_groups"
+            f"{rows.items.counts[first]} rows, over the {batching.max_tokens} {_SLOTS}; "
+            "raise batching.max_tokens, set batching.overlong=drop, or allow make_plan to split_groups"
         )
 
 

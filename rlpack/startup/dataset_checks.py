@@ -14,7 +14,7 @@ from typing import Any
 from rlpack.batch.errors import DataError
 from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
-from rlpack.config.layout_sizes import cp_for_budget
+from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import role_batching, started_roles
@@ -278,5 +278,5 @@ def _check_demonstrations(config: Config, dataset: PromptDataset) -> None:
         num_tokens = len(example.prompt) + len(example.demonstration) + 1  # the end of the sequence
         slots = -(-num_tokens // multiple) * multiple
         if slots > budget:
-            cp = cp_for_budget(config, "actor", slots, budget)
-            raise overlong_demonstration_error(example, num_tokens, budget, cp=cp)
+            fitting = cp_for(config, "actor", num_tokens)
+            raise overlong_demonstration_error(example, num_tokens, budget, cp=fitting)

@@ -85,9 +85,9 @@ def test_roles_without_a_model_have_data_ranks_only():
             4,
             {"dp_shard": 2},
             "actor.parallel.dp_shard is 2, so the actor needs 2 ranks, and placement.pools.main has 4; set "
-            "actor.parallel.dp_shard to 4, or to -1 for the ranks that are left, or placement.pools.main.ranks=2",
+            "actor.parallel.dp_shard=4, or actor.parallel.dp_shard=-1, or placement.pools.main.ranks=2",
         ),
-        (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard to 2, or to -1"),
+        (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard=2, or actor.parallel.dp_shard=-1"),
         (4, {"cp": 3}, "actor.parallel.cp (3) doesn't divide the 4 rank(s)"),
         (
             4,
@@ -115,7 +115,7 @@ def test_roles_without_a_model_have_data_ranks_only():
             4,
             {"vpp": 2},
             "actor.parallel.vpp is 2, but the actor has no pipeline stages (actor.parallel.pp=1); set "
-            "actor.parallel.vpp=1, or actor.parallel.pp to 2 or more",
+            "actor.parallel.vpp=1, or actor.parallel.pp=2",
         ),
         (4, {"pp": 2, "vpp": 0}, "actor.parallel.vpp is 0; it has to be at least 1"),
         (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),

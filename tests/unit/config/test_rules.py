@@ -37,10 +37,10 @@ def test_the_token_budget_holds_the_longest_prompt_and_response(budget, fits):
 
 
 def test_alignment_counts_against_the_token_budget():
-    batching = {"max_tokens": 768, "pad_to_multiple": 1000}
+    batching = {"max_tokens": 768, "pad_to_multiple": 500}
     assert "under the 1000 slots" in broken(batching=batching)
     validate(VALID | {"batching": batching | {"mode": "fixed"}})
-    assert "under the 1000 slots" in broken(batching={"max_tokens": 768, "mode": "dynamic", "length_multiple": 1000})
+    assert "under the 1000 slots" in broken(batching={"max_tokens": 768, "mode": "dynamic", "length_multiple": 500})
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "own_microbatch"])

@@ -243,14 +243,14 @@ def test_an_overlong_row_is_truncated_dropped_or_gets_its_own_microbatch_and_is_
     assert [1] in list(chain(*microbatches(apart)))
     assert cut.metrics.overlong == without.metrics.overlong == apart.metrics.overlong == 1
     assert (without.metrics.dropped, cut.metrics.dropped, apart.metrics.dropped) == (1, 0, 0)
-    with pytest.raises(PackingError, match=r"sequence 1 has 30 tokens.*budget of 10.*max_tokens.*overlong=truncate"):
+    with pytest.raises(PackingError, match=r"sequence 1 has 30 tokens.*the 10 slots.*max_tokens.*overlong=truncate"):
         make_plan(lengths, batching, dp_size=2)
 
 
 def test_alignment_counts_against_the_budget() -> None:
     with pytest.raises(PackingError, match=r"sequence 0 has 9 tokens \(rounded up to a multiple of 8\)"):
         make_plan([9], Batching(max_tokens=15, pad_to_multiple=8), dp_size=1)
-    with pytest.raises(PackingError, match=r"batching.pad_to_multiple \(16\) exceeds batching.max_tokens \(15\)"):
+    with pytest.raises(PackingError, match=r"batching.pad_to_multiple \(16\) exceeds the 15 slots of a microbatch"):
         make_plan([1], Batching(max_tokens=15, pad_to_multiple=16), dp_size=1)
     with pytest.raises(PackingError, match=r"batching.length_multiple \(16\) exceeds"):
         make_plan([1], Batching(mode="dynamic", max_tokens=15, length_multiple=16), dp_size=1)
@@ -267,7 +267,7 @@ def test_groups_stay_together_or_are_rejected() -> None:
     batching = Batching(max_tokens=12)
     plan = make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7])
     assert sorted(chain(*microbatches(plan))) == [[0, 3], [1, 2]]
-    with pytest.raises(PackingError, match="group 7 takes 13 slots for 2 rows, over the budget of 12"):
+    with pytest.raises(PackingError, match="group 7 takes 13 slots for 2 rows, over the 12 slots of a microbatch"):
         make_plan([6, 5, 4, 7], batching, dp_size=2, groups=[7, 3, 3, 7])
     with pytest.raises(PackingError, match=r"group 3 has rows in optimizer steps 0 and 1.*mini-batch size \(2\)"):
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7], mini_batch_size=2)

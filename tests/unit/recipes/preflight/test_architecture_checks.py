@@ -1,11 +1,16 @@
+import itertools
+import re
+
 import pytest
 
+from rlpack.config.layout_sizes import layout_fits, with_sizes
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.loading import build_meta_model
 from rlpack.packing import Batching
 from rlpack.recipes.preflight.architecture_checks import check_architecture, check_packing
+from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from tests.builders import tiny_config
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -142,7 +147,7 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
             MOE,
             6,
             {"ep": 2},
-            r"experts.down_proj with a second axis of 32, .*\.ep=2 .* by the 3 ranks .*; change .*\.ep=1",
+            r"experts.down_proj with a second axis of 32, .*\.ep=2 .* 3 ranks .*; set .*dp_replicate=3, or .*\.ep=1",
         ),
         ({}, 2, {"ep": 2}, r"\(qwen2\) has no stacked experts that the 2 ranks of actor.*\.ep could .*; set .*\.ep=1"),
         (DBRX, 2, {"ep": 2}, r"\(dbrx\) has no stacked experts that the 2 ranks of actor.*; set .*\.ep=1"),
@@ -158,6 +163,31 @@ def test_ranks_that_share_weights_or_layers_divide_them(model, ranks, parallel, 
     config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
     with pytest.raises(ModelError, match=message):
         check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
+
+
+@pytest.mark.parametrize("dp_shard", [-1, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_every_remedy_for_a_model_is_accepted(kind, dp_shard):
+    """Each set of overrides that a message names is applied alone, and layout and model are checked again."""
+    dense = {"model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 48}
+    model, found = Model(config=MOE if kind == "experts" else SIZES | dense), 0
+    config, values = tiny_config(model=model), (1, 2, 3, 4)
+    built = build_meta_model(config.model, vocab_size=53)
+    for cp, tp, pp, ep in itertools.product(values, values, (1, 4), (1, 2)):
+        ranks = cp * tp * pp * (4 if dp_shard == -1 else dp_shard)
+        actor = Actor(parallel=Parallel(cp=cp, tp=tp, pp=pp, ep=ep, dp_shard=dp_shard))
+        placed = config.model_copy(update={"actor": actor, "placement": Placement(pools={"main": Pool(ranks=ranks)})})
+        if not layout_fits(placed, "actor") or (problem := split_sizes_problem(placed, "actor", built)) is None:
+            continue
+        ways = re.split("; set ", problem, maxsplit=1)[1].split(", or ")
+        for way in ways:
+            sizes = dict(re.fullmatch(r"actor\.parallel\.(\w+)=(\S+)", each).groups() for each in way.split(" "))
+            typed = {name: value if name == "cp_method" else int(value) for name, value in sizes.items()}
+            changed = with_sizes(placed, "actor", **typed)
+            assert layout_fits(changed, "actor"), f"{problem}: {way}"
+            assert split_sizes_problem(changed, "actor", built) is None, f"{problem}: {way}"
+            found += 1
+    assert found > 20
 
 
 def test_experts_that_ranks_can_divide_pass():
