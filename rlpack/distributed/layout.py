@@ -18,10 +18,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.meshes import new_groups, new_mesh
 from rlpack.packing import Batching
 
 # Mesh dimensions, outermost first.
@@ -120,7 +122,7 @@ class ParallelLayout:
         """
         dimensions = zip(_DIMENSIONS, self._sizes, strict=True)
         sizes = {name: size for name, size in dimensions if size > 1 or name == "dp_shard"}
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return new_mesh(device_type, sizes)
 
     def weight_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of a stage's weights: `dp_replicate`, `dp_shard` and `tp`; only `dp_shard` if of size 1.
@@ -150,14 +152,13 @@ class ParallelLayout:
         Args:
             device_type: `cpu` or `cuda`.
         """
-        sizes = self.pp, self.world_size // self.pp
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "others"))["pp"].get_group()
+        return new_groups(torch.arange(self.world_size).view(self.pp, -1), 0, device_type, shared=False)
 
     def _mesh(self, device_type: str, shards: dict[str, int]) -> DeviceMesh:
         """Return the mesh of this rank's stage with these dimensions in place of `dp_shard` and `cp`."""
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, **shards, "tp": self.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name in shards}
-        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = new_mesh(device_type, sizes)
         return mesh[tuple(name for name in sizes if name != "pp")] if self.pp > 1 else mesh
 
     @property

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fork_server import fork_context
 
 
-def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple) -> Any:
+def _rank(store: str, rank: int, size: int, timeout_s: float, function: Callable, arguments: tuple) -> Any:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
     try:
         return function(init_device_mesh("cpu", (size,)), rank, *arguments)
@@ -24,9 +24,11 @@ def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple
         torch.distributed.destroy_process_group()
 
 
-def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) -> list[Any]:
+def on_ranks(
+    tmp_path: Path, size: int, function: Callable, *arguments: object, timeout_s: float = 30
+) -> list[Any]:
     """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
     with ProcessPoolExecutor(size, mp_context=fork_context()) as pool:
         store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"
-        futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]
+        futures = [pool.submit(_rank, store, rank, size, timeout_s, function, arguments) for rank in range(size)]
         return [future.result(timeout=90) for future in futures]

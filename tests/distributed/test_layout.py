@@ -1,6 +1,7 @@
 """Ranks that share rows, on four processes: data parallelism 2 × tensor parallelism 2."""
 
 from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,40 @@ def test_neighbours_divide_experts_and_the_others_hold_the_same(tmp_path: Path):
         assert names == ("dp_shard", "ep")
         assert divide == ([0, 1] if rank < 2 else [2, 3])
         assert same == [rank % 2, rank % 2 + 2]
+
+
+def timeouts(_: object, rank: int) -> dict[str, float]:
+    """Return the timeouts of a layout's groups, in seconds."""
+    layout = ParallelLayout(dp_shard=1, cp=2, tp=1, pp=2, ep=2)
+    meshes = {name: getattr(layout, name)("cpu") for name in ("device_mesh", "weight_mesh", "expert_mesh")}
+    groups = {f"{name}.{dim}": mesh[dim].get_group() for name, mesh in meshes.items() for dim in mesh.mesh_dim_names}
+    groups["pipeline_group"] = layout.pipeline_group("cpu")
+    cpu = torch.device("cpu")
+    return {name: group._get_backend(cpu).options._timeout.total_seconds() for name, group in groups.items()}
+
+
+def test_all_groups_of_a_layout_have_the_timeout_of_the_default_group(tmp_path: Path):
+    """`on_ranks` starts it with 30 seconds; gloo's own default are 30 minutes."""
+    for found in on_ranks(tmp_path, 4, timeouts):
+        assert set(found) >= {"device_mesh.cp", "weight_mesh.dp_shard", "expert_mesh.ep", "pipeline_group"}
+        assert set(found.values()) == {30.0}, found
+
+
+def waits_alone(_: object, rank: int) -> str:
+    """Let rank 0 wait for rank 1 in a group of both, with a default group whose timeout is short."""
+    group = ParallelLayout(dp_shard=2, tp=2).device_mesh("cpu")["tp"].get_group()
+    if rank == 1:
+        time.sleep(4)
+        return ""
+    try:
+        dist.all_reduce(torch.zeros(1), group=group) if rank == 0 else None
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_waits_in_a_group_ends_at_the_configured_deadline(tmp_path: Path):
+    began = time.monotonic()
+    error = on_ranks(tmp_path, 4, waits_alone, timeout_s=1)[0]
+    assert "1000ms" in error
+    assert time.monotonic() - began < 20
