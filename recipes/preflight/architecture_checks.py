@@ -40,7 +40,15 @@ from rlpack.models.router_choice import check_routers
 from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
-from rlpack.rollout.vllm.arguments import Shape, length_limit, shape_problem, split_problem
+from rlpack.rollout.vllm.arguments import (
+    Shape,
+    engine_length,
+    length_limit,
+    run_cache_problem,
+    run_capacity,
+    shape_problem,
+    split_problem,
+)
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
@@ -124,18 +132,19 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if the generation engine can't run a model's attention, split it over GPUs, or apply adapters to experts.
+    """Raise if the generation engine can't run a model as configured, before anything starts.
 
     Raises:
         ModelError: the engine doesn't support the size of the heads, or the model has none; the GPUs of a rank don't
-            divide it; it has experts, whose kernels for adapters run only on GPUs; or rows can be longer than its
-            positions.
+            divide it; it has experts, whose kernels for adapters run only on GPUs; rows, or those that every engine
+            has to take, can be longer than its positions; or `rollout.kv_cache_gb` is too small for its rows.
     """
     if config.rollout.engine != "vllm":
         return
     gpus = int(gpus_per_rank(config, "rollout"))
     on_gpu = gpus > 0
-    if problem := shape_problem(Shape.of(model), on_gpu=on_gpu):
+    shape = Shape.of(model)
+    if problem := shape_problem(shape, on_gpu=on_gpu):
         raise ModelError(f"rollout.engine=vllm: {problem}")
     if gpus > 1 and (problem := split_problem(model, gpus)):
         key = f"placement.pools.{pool_of(config, 'rollout')}.gpus_per_rank"
@@ -146,6 +155,17 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
             f"rollout.engine=vllm: rows have up to {longest} tokens ({parts}), and vLLM takes at most {limit} of this "
             f"{model.model_type} model (its max_position_embeddings); lower one of the two keys"
         )
+    length = engine_length(longest)
+    if limit is not None and length > limit:
+        raise ModelError(
+            f"rollout.engine=vllm: the engine has to take rows of {length} tokens, to compare its log-probs with the "
+            f"trainer's, and vLLM takes at most {limit} of this {model.model_type} model (its "
+            "max_position_embeddings); set rollout.engine=hf, or use a model with more positions"
+        )
+    dtype = config.rollout.dtype or config.actor.precision
+    capacity = run_capacity(config.rollout, dtype=dtype, max_length=length, gpus=gpus)
+    if problem := run_cache_problem(shape, capacity):
+        raise ModelError(problem)
     if config.rollout.lora == "adapter" and not on_gpu and num_experts(settings_of(model)):
         raise ModelError(
             f"rollout.lora is adapter, but vLLM runs the experts of a {model.model_type} model with adapters only on "

@@ -34,6 +34,7 @@ from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
 from rlpack.recipes.preflight.architecture_checks import (
     check_architecture,
+    check_engine,
     check_packing,
     check_rollout_length,
     rollout_length,
@@ -127,8 +128,8 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     """Raise on mistakes that would otherwise stop a rank of `rlpack evaluate`.
 
     Raises:
-        ModelError: `model.path` is no language model that fits the tokenizer and the longest response, or the tokenizer
-            has no token that ends a response.
+        ModelError: `model.path` is no language model that fits the tokenizer and the longest response, or that the
+            engine can run; or the tokenizer has no token that ends a response.
         PlacementError: a role's class can't be loaded, built or called, or this machine is too small for the pools.
         RewardError: as for a run.
     """
@@ -136,6 +137,7 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     if config.model.path is not None:
         check_weight_files(model, config.model.path, "model.path")
     longest, source = rollout_length(config)
+    check_engine(config, model.config)
     check_row_length(model.config, longest, source)
     check_positions(model, longest, source)
     _check_end_of_sequence(config, tokenizer, model)

@@ -6,6 +6,7 @@ vLLM's own name: `rollout.vllm.<argument>`. `server_arguments` has the options o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, Literal
 
 import psutil
@@ -28,6 +29,8 @@ _MEMORY_SHARE = 1 / 8
 _VOCABULARY_PADDING = 64
 # Tokens of prompts that an engine on a CPU runs at once.
 _PREFILL_TOKENS = 4096
+# Shortest `max_model_len` of a run: the canary's rows and a token have to fit.
+_SHORTEST = 32
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ def length_limit(config: PreTrainedConfig) -> int | None:
     return int(positions * max(factors, default=1.0))
 
 
+def engine_length(longest_row: int) -> int:
+    """Return the `max_model_len` of an engine whose longest row, prompt and response together, is given, in tokens."""
+    return max(longest_row, _SHORTEST)
+
+
 def default_dtype(config: PreTrainedConfig) -> Literal["fp32", "bf16"]:
     """Return the type to run a model in: that of its saved weights, bf16 for other types of 16 bits."""
     saved = str(config.to_dict().get("dtype") or "float32")
@@ -155,6 +163,11 @@ class Capacity:
     kv_cache_gb: float | None = None
     block_size: int = CPU_BLOCK_SIZE
 
+    @property
+    def given_cache_bytes(self) -> int | None:
+        """The size of the cache in bytes, None to derive it."""
+        return None if self.kv_cache_gb is None else round(self.kv_cache_gb * 1e9)
+
 
 def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str, Any]:
     """Return the engine arguments of every vLLM that rlpack starts.
@@ -182,8 +195,8 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
         # vLLM can't rewind the random numbers of a CPU, as it has to after part of a prompt.
         prefill = max(_PREFILL_TOKENS, capacity.max_length)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": prefill}
-    if capacity.kv_cache_gb is not None:
-        arguments["kv_cache_memory_bytes"] = int(capacity.kv_cache_gb * 1e9)
+    if capacity.given_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = capacity.given_cache_bytes
     elif gpus == 0:
         row = least_cache_bytes(shape, capacity) // 2
         arguments["kv_cache_memory_bytes"] = max(2 * row, min(capacity.max_num_seqs * row, cache_budget()))
@@ -191,10 +204,33 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
 
 
 def least_cache_bytes(shape: Shape, capacity: Capacity) -> int:
-    """Return the size of the smallest cache for the longest rows, which holds two of them, in bytes."""
+    """Return the size of the smallest cache that rlpack starts vLLM with, in bytes: two of the longest rows."""
     block = capacity.block_size
     blocks = -(-capacity.max_length // block) + 1  # of a row; vLLM keeps one block for itself
     return 2 * shape.cache_bytes(blocks * block, capacity.dtype)
+
+
+def cache_problem(shape: Shape, capacity: Capacity, *, key: str, lower: str) -> str | None:
+    """Return why a given cache is too small, with the least size that works; None if it isn't, or none is given.
+
+    Args:
+        shape: of the model.
+        capacity: what the engine has room for.
+        key: sets the size of the cache, for the message.
+        lower: the keys that shorten rows, for the message.
+    """
+    given, least = capacity.given_cache_bytes, least_cache_bytes(shape, capacity)
+    if given is None or given >= least:
+        return None
+    return (
+        f"{key} is {capacity.kv_cache_gb:g}, and the cache has to hold the keys and values of two rows of "
+        f"{capacity.max_length} tokens in {capacity.dtype}; set it to at least {_in_gb(least)}, or lower {lower}"
+    )
+
+
+def _in_gb(size: int) -> str:
+    """Return a size in GB, rounded up to three digits."""
+    return f"{Context(prec=3, rounding=ROUND_CEILING).divide(Decimal(size), Decimal(10**9)):f}"
 
 
 def block_size(arguments: Mapping[str, Any]) -> int:
@@ -206,6 +242,21 @@ def block_size(arguments: Mapping[str, Any]) -> int:
 def cache_budget() -> int:
     """Return the memory that an engine on a CPU takes for its cache by itself, in bytes."""
     return int(psutil.virtual_memory().available * _MEMORY_SHARE)
+
+
+def run_capacity(settings: Rollout, *, dtype: str, max_length: int, gpus: int) -> Capacity:
+    """Return what an engine of a run has room for; the arguments are those of `engine_arguments`."""
+    return Capacity(
+        *(dtype, max_length, settings.max_num_seqs, gpus, settings.compile, settings.kv_cache_gb),
+        block_size=block_size(settings.vllm),
+    )
+
+
+def run_cache_problem(shape: Shape, capacity: Capacity) -> str | None:
+    """Return why `rollout.kv_cache_gb` is too small; None if it isn't."""
+    return cache_problem(
+        shape, capacity, key="rollout.kv_cache_gb", lower="data.max_prompt_tokens or rollout.max_new_tokens"
+    )
 
 
 def engine_arguments(
@@ -222,18 +273,11 @@ def engine_arguments(
         gpus: GPUs of the engine; 0 for a CPU.
 
     Raises:
-        EngineError: `rollout.kv_cache_gb` doesn't hold a single row.
+        EngineError: `rollout.kv_cache_gb` doesn't hold two of the longest rows.
     """
-    capacity = Capacity(
-        *(dtype, max_length, settings.max_num_seqs, gpus, settings.compile, settings.kv_cache_gb),
-        block_size=block_size(settings.vllm),
-    )
-    least = least_cache_bytes(shape, capacity)
-    if settings.kv_cache_gb is not None and int(settings.kv_cache_gb * 1e9) < least:
-        raise EngineError(
-            f"rollout.kv_cache_gb is {settings.kv_cache_gb:g}, and the keys and values of a row of {max_length} tokens "
-            f"take up to {least / 1e9:.3g}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        )
+    capacity = run_capacity(settings, dtype=dtype, max_length=max_length, gpus=gpus)
+    if problem := run_cache_problem(shape, capacity):
+        raise EngineError(problem)
     own: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

@@ -16,8 +16,8 @@ from rlpack.rollout.vllm.arguments import (
     base_arguments,
     block_size,
     cache_budget,
+    cache_problem,
     default_dtype,
-    least_cache_bytes,
     shape_problem,
 )
 from rlpack.rollout.vllm.classifier_arguments import classifier_arguments, is_classifier
@@ -120,20 +120,15 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
     )
     if options.max_length is None:
         capacity = replace(capacity, max_length=_fitting_length(shape, capacity))
-    if options.kv_cache_gb is not None and int(options.kv_cache_gb * 1e9) < (
-        least := least_cache_bytes(shape, capacity)
-    ):
-        raise EngineError(
-            f"--kv-cache-gb is {options.kv_cache_gb:g}, and the keys and values of a row of {capacity.max_length} "
-            f"tokens take up to {least / 1e9:.3g}; raise it, or lower --max-length"
-        )
+    if problem := cache_problem(shape, capacity, key="--kv-cache-gb", lower="--max-length"):
+        raise EngineError(problem)
     return capacity
 
 
 def _fitting_length(shape: Shape, capacity: Capacity) -> int:
     """Return the longest row that the model takes and the cache holds twice, in tokens."""
-    if capacity.kv_cache_gb is not None:
-        size = int(capacity.kv_cache_gb * 1e9)
+    if capacity.given_cache_bytes is not None:
+        size = capacity.given_cache_bytes
     elif capacity.gpus == 0:
         size = cache_budget()
     else:  # vLLM measures the GPU's memory

@@ -27,7 +27,7 @@ from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout, tied_names
 from rlpack.rollout.types import Generations, SamplingParams
-from rlpack.rollout.vllm.arguments import Shape, engine_arguments
+from rlpack.rollout.vllm.arguments import Shape, engine_arguments, engine_length
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.initial_weights import initial_weights
@@ -39,8 +39,6 @@ from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Shortest `max_model_len`: the canary's rows and a token have to fit.
-_SHORTEST = 32
 # Deadline of a call that changes or reads the engine's state, in seconds.
 _CONTROL_S = 300.0
 
@@ -111,7 +109,7 @@ class VLLMEngine:
         """
         meta = build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
         dtype = settings.dtype or "fp32"
-        max_length = max(max_length, _SHORTEST)
+        max_length = engine_length(max_length)
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         loop = EventLoop("rlpack-vllm")
         try:

@@ -257,6 +257,38 @@ def test_rows_longer_than_vllm_takes_are_refused_with_their_keys(settings, limit
         check(model, **lengths)
 
 
+def vllm_model(**settings):
+    return {"model_type": "llama", **SIZES, "num_attention_heads": 1, "num_key_value_heads": 1, **settings}
+
+
+@pytest.mark.parametrize("positions", [16, 31, 32])
+def test_fewer_positions_than_every_engine_needs_are_refused_although_rollouts_fit(positions):
+    """vLLM itself refuses a `max_model_len` above the model's positions, which rlpack never sets below 32."""
+    model = vllm_model(max_position_embeddings=positions)
+    lengths = {"data": Data(max_prompt_tokens=8), "rollout": Rollout(engine="vllm", max_new_tokens=8)}
+    if positions == 32:
+        check(model, **lengths)
+        return
+    words = rf"engine has to take rows of 32 tokens.* vLLM takes at most {positions} of this llama .*rollout\.engine=hf"
+    with pytest.raises(ModelError, match=words):
+        check(model, **lengths)
+    check(model, data=lengths["data"], rollout=Rollout(max_new_tokens=8))
+
+
+def test_a_cache_too_small_for_the_rows_is_refused_before_anything_starts():
+    model = vllm_model(max_position_embeddings=128)
+    lengths = {"data": Data(max_prompt_tokens=40)}
+    # 100 tokens take 4 blocks of 32 and vLLM keeps one, twice: 320 tokens of 2 · 2 layers · 32 numbers of 4 bytes.
+    check(model, **lengths, rollout=Rollout(engine="vllm", max_new_tokens=60, kv_cache_gb=163_840e-9))
+    words = (
+        r"rollout\.kv_cache_gb is 0\.000163, and the cache has to hold .* two rows of 100 tokens in fp32; set it to at "
+        r"least 0\.000164, or lower data\.max_prompt_tokens or rollout\.max_new_tokens"
+    )
+    with pytest.raises(ModelError, match=words):
+        check(model, **lengths, rollout=Rollout(engine="vllm", max_new_tokens=60, kv_cache_gb=0.000163))
+    check(model, **lengths, rollout=Rollout(engine="vllm", max_new_tokens=60, kv_cache_gb=0.0001, dtype="bf16"))
+
+
 def test_rows_on_both_sides_of_a_rope_limit_are_refused_with_their_keys():
     lengths = {"data": Data(max_prompt_tokens=20), "rollout": Rollout(max_new_tokens=12)}
     check(LONGROPE, **lengths)

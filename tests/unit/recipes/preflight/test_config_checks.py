@@ -32,7 +32,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm
 from rlpack.packing import Batching
 from rlpack.recipes.driver.splits import load_splits
-from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.recipes.preflight.config_checks import check_before_evaluation, check_before_start
 from rlpack.rewards.errors import RewardError
 from rlpack.worker import Worker, sharded
 from tests.builders import MODEL, tiny_config
@@ -51,6 +51,14 @@ class Custom(Worker):
 def check(**sections: Any) -> None:
     config: Config = tiny_config(**({"data": DATA} | sections))
     check_before_start(config, *load_splits(config))
+
+
+def test_an_evaluation_is_refused_by_what_its_engine_cannot_run():
+    config = tiny_config(data=DATA, rollout=Rollout(engine="vllm"))
+    tokenizer, _, held_out = load_splits(config)
+    with pytest.raises(ModelError, match=r"rollout\.engine=vllm: the model's heads have \d+ numbers"):
+        check_before_evaluation(config, tokenizer, held_out)
+    check_before_evaluation(tiny_config(data=DATA), tokenizer, held_out)
 
 
 def custom_role(name: str) -> dict[str, Role]:

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,15 +101,27 @@ def test_the_cache_has_the_size_of_its_key_on_both_devices():
     assert "kv_cache_memory_bytes" not in arguments(gpus=1)  # vLLM takes its share of the GPU
 
 
-def test_a_cache_too_small_for_a_row_is_refused_with_the_size_that_it_needs():
-    needed = 2 * 160 * TOKEN_BYTES / GB
-    arguments(kv_cache_gb=needed)
+def test_a_cache_too_small_for_two_rows_is_refused_with_the_size_that_it_needs():
+    needed = 2 * 160 * TOKEN_BYTES  # 1,228,800
+    assert arguments(kv_cache_gb=needed / GB)["kv_cache_memory_bytes"] == needed
+    with pytest.raises(EngineError, match=r"set it to at least 0\.00123, or"):
+        arguments(kv_cache_gb=(needed - 1) / GB)
     with pytest.raises(EngineError) as caught:
         arguments(kv_cache_gb=0.001)
     assert str(caught.value) == (
-        "rollout.kv_cache_gb is 0.001, and the keys and values of a row of 100 tokens take up to 0.00123; raise it, or "
-        "lower data.max_prompt_tokens or rollout.max_new_tokens"
+        "rollout.kv_cache_gb is 0.001, and the cache has to hold the keys and values of two rows of 100 tokens in "
+        "fp32; set it to at least 0.00123, or lower data.max_prompt_tokens or rollout.max_new_tokens"
     )
+
+
+@pytest.mark.parametrize("max_length", [1, 33, 100, 777, 4096, 100_000, 3_000_000])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_size_that_a_refusal_names_is_enough(max_length, dtype):
+    with pytest.raises(EngineError) as caught:
+        arguments(kv_cache_gb=1e-9, max_length=max_length, dtype=dtype)
+    named = re.findall(r"set it to at least ([\d.]+), or", str(caught.value))[0]
+    arguments(kv_cache_gb=float(named), max_length=max_length, dtype=dtype)
+    assert len(named.strip("0.").replace(".", "")) <= 3
 
 
 def test_larger_blocks_count_in_the_size_of_the_cache(monkeypatch):

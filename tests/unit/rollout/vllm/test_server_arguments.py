@@ -56,8 +56,8 @@ def test_a_given_cache_too_small_for_a_given_length_is_refused_with_the_size_tha
     with pytest.raises(EngineError) as caught:
         arguments(max_length=100, kv_cache_gb=0.001)
     assert str(caught.value) == (
-        "--kv-cache-gb is 0.001, and the keys and values of a row of 100 tokens take up to 0.00123; raise it, or lower "
-        "--max-length"
+        "--kv-cache-gb is 0.001, and the cache has to hold the keys and values of two rows of 100 tokens in fp32; set "
+        "it to at least 0.00123, or lower --max-length"
     )
 
 
