@@ -5,6 +5,7 @@ The installed vLLM's source says which there are. Nothing here imports vLLM, whi
 
 import ast
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,6 +30,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "enforce_eager": "rollout.compile",
     "kv_cache_memory_bytes": "rollout.kv_cache_gb",
     "enable_sleep_mode": "rollout.sleep_level",
+    "max_lora_rank": "actor.lora.rank",
     **dict.fromkeys(
         (
             *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"),
@@ -40,7 +42,8 @@ OWN_ARGUMENTS: Mapping[str, str] = {
         (
             *("skip_tokenizer_init", "logprobs_mode", "max_logprobs", "runner", "generation_config"),
             *("weight_transfer_config", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
-            *("enable_chunked_prefill", "enable_lora", "speculative_config", "seed"),
+            *("enable_chunked_prefill", "speculative_config", "seed"),
+            *("enable_lora", "max_loras", "max_cpu_loras", "lora_target_modules"),
         ),
         "",
     ),
@@ -72,6 +75,13 @@ SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
         ),
         "",
     ),
+}
+# Types of the arguments that rlpack reads itself, before vLLM could refuse them.
+_READ: Mapping[str, type] = {
+    **dict.fromkeys(("block_size", "max_num_seqs", "tensor_parallel_size"), int),
+    **dict.fromkeys(("enforce_eager", "trust_remote_code"), bool),
+    **dict.fromkeys(("revision", "tokenizer"), str),
+    "gpu_memory_utilization": float,
 }
 # Classes with the arguments, each an annotated attribute, in the installed vLLM's files. The frontend's file moved.
 _ENGINE = (("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
@@ -109,9 +119,29 @@ def argument_problems(
             close = get_close_matches(name, known - own.keys(), n=1)
             hint = f"; did you mean {section}.{close[0]}?" if close else ""
             yield f"{section}.{name} is no engine argument of the installed vLLM{hint or '; remove it'}"
-    size = arguments.get("block_size")
-    if isinstance(size, int) and size % CPU_BLOCK_SIZE and not on_gpu:
-        yield f"{section}.block_size is {size}; vLLM on CPUs takes multiples of {CPU_BLOCK_SIZE}"
+        elif expected := _expected(f"{section}.{name}", name, arguments[name], on_gpu=on_gpu):
+            yield f"{section}.{name} is {_shown(arguments[name])}; it has to be {expected}"
+
+
+def _expected(key: str, name: str, value: Any, *, on_gpu: bool) -> str | None:
+    """Return what an argument that rlpack reads has to be; None if it is that, or if only vLLM reads it."""
+    kind, is_count = _READ.get(name), type(value) is int and value > 0
+    if name == "block_size" and not on_gpu:
+        is_block = is_count and value % CPU_BLOCK_SIZE == 0
+        return None if is_block else f"a positive multiple of {CPU_BLOCK_SIZE} on CPUs, such as {2 * CPU_BLOCK_SIZE}"
+    if kind is int:
+        return None if is_count else "a whole number of at least 1"
+    if kind is float:
+        is_share = type(value) in (int, float) and 0 < value <= 1
+        return None if is_share else "a number above 0 and up to 1"
+    if kind is None or value is None or isinstance(value, kind):
+        return None
+    return "true or false" if kind is bool else f"""a text; quote it twice, as in "{key}='{value}'\""""
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def argument_names(*, of_server: bool = False) -> frozenset[str]:

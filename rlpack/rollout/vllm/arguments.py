@@ -116,7 +116,8 @@ def split_problem(config: PreTrainedConfig, gpus: int) -> str | None:
 def length_limit(config: PreTrainedConfig) -> int | None:
     """Return the longest row that vLLM takes of a model, prompt and response together, in tokens.
 
-    That is `max_position_embeddings`, times the factor of a RoPE type that stretches it; None if the config has none.
+    Runs and `rlpack serve` have the same limit: `max_position_embeddings`, times the factor of a RoPE type that
+    stretches it; None if the config has none.
     """
     settings = settings_of(config)
     positions = settings.get("max_position_embeddings")
@@ -234,7 +235,7 @@ def _in_gb(size: int) -> str:
 
 
 def block_size(arguments: Mapping[str, Any]) -> int:
-    """Return the tokens of a block of the cache, which a user may set; vLLM itself refuses unusable values."""
+    """Return the tokens of a block of the cache, which a user may set; `argument_problems` has unusable values."""
     size = arguments.get("block_size")
     return size if isinstance(size, int) and size > 0 else CPU_BLOCK_SIZE
 

@@ -30,6 +30,7 @@ def adapter_arguments(model: PreTrainedModel, rank: int) -> dict[str, Any]:
         model: of the engine, in transformers; it may be on the meta device.
         rank: of the adapters, at most the last of `ADAPTER_RANKS`.
     """
+    assert rank <= ADAPTER_RANKS[-1], "the configuration's rules refuse it"
     reserved = next(known for known in ADAPTER_RANKS if known >= rank)
     # No other layers: vLLM's implementation of experts with adapters needs Triton.
     layers = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})

@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlpack.models.errors import ModelError
-from rlpack.models.text_settings import settings_of
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.arguments import (
     Capacity,
@@ -18,6 +17,7 @@ from rlpack.rollout.vllm.arguments import (
     cache_budget,
     cache_problem,
     default_dtype,
+    length_limit,
     shape_problem,
 )
 from rlpack.rollout.vllm.classifier_arguments import classifier_arguments, is_classifier
@@ -53,7 +53,7 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
     if problem := shape_problem(shape, on_gpu=options.on_gpu, way_out="serve it on a GPU"):
         raise EngineError(problem)
     of_model = classifier_arguments(config, model=model) if is_classifier(config) else {}
-    gpus = int(options.vllm.get("tensor_parallel_size", 1)) if options.on_gpu else 0
+    gpus = options.vllm.get("tensor_parallel_size", 1) if options.on_gpu else 0
     capacity = _capacity(config, shape, options, gpus)
     own = {
         "served_model_name": name,
@@ -102,23 +102,23 @@ def _words(name: str, value: Any) -> Iterator[str]:
 
 def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gpus: int) -> Capacity:
     """Return the lengths and memory that fit the server, after checking the options against the model."""
-    longest = int(settings_of(config).get("max_position_embeddings") or _UNKNOWN_LENGTH)
-    if options.max_length is not None and options.max_length > longest and "hf_overrides" not in options.vllm:
+    given, limit = options.max_length, length_limit(config)
+    if given is not None and limit is not None and given > limit and "hf_overrides" not in options.vllm:
         raise EngineError(
-            f"--max-length is {options.max_length}, and the model's config has max_position_embeddings={longest}; "
-            "lower --max-length"
+            f"--max-length is {given}, and vLLM takes at most {limit} tokens of this {config.model_type} model (its "
+            f"max_position_embeddings); lower it to {limit} or less"
         )
     eager = options.vllm.get("enforce_eager")
     capacity = Capacity(
         dtype=options.dtype or default_dtype(config),
-        max_length=options.max_length or longest,
-        max_num_seqs=int(options.vllm.get("max_num_seqs", _MAX_NUM_SEQS)),
+        max_length=given or limit or _UNKNOWN_LENGTH,
+        max_num_seqs=options.vllm.get("max_num_seqs", _MAX_NUM_SEQS),
         gpus=gpus,
         compile=None if eager is None else not eager,
         kv_cache_gb=options.kv_cache_gb,
         block_size=block_size(options.vllm),
     )
-    if options.max_length is None:
+    if given is None:
         capacity = replace(capacity, max_length=_fitting_length(shape, capacity))
     if problem := cache_problem(shape, capacity, key="--kv-cache-gb", lower="--max-length"):
         raise EngineError(problem)

@@ -23,6 +23,7 @@ TOKEN = "0123456789abcdef"
 # Source files of a vLLM, with classes like its own.
 ENGINE = (
     "class EngineArgs:\n    model: str = ''\n    max_num_seqs: int = 1\n    block_size: int = 1\n    dtype: str = ''\n"
+    "    revision: str = ''\n    enforce_eager: bool = False\n    tensor_parallel_size: int = 1\n"
 )
 FRONTEND = (
     "class BaseFrontendArgs:\n    chat_template: str = ''\nclass FrontendArgs:\n    host: str = ''\n    port: int = 1\n"
@@ -112,11 +113,24 @@ def test_a_token_that_no_header_takes_or_anyone_guesses_is_refused_without_being
         (["vllm.dtype=half"], "vllm.dtype: rlpack sets this argument of vLLM itself; set --dtype instead"),
         (["vllm.api_key=abc"], "vllm.api_key: rlpack sets this argument of vLLM itself; set --token-env instead"),
         (["vllm.middleware=[a.b]"], "vllm.middleware: rlpack sets this argument of vLLM itself; remove it"),
-        (["vllm.block_size=16"], "vllm.block_size is 16; vLLM on CPUs takes multiples of 32"),
+        (["vllm.block_size=16"], "vllm.block_size is 16; it has to be a positive multiple of 32 on CPUs, such as 64"),
+        (["vllm.max_num_seqs=abc"], "vllm.max_num_seqs is 'abc'; it has to be a whole number of at least 1"),
+        (["vllm.max_num_seqs=null"], "vllm.max_num_seqs is null; it has to be a whole number of at least 1"),
+        (["vllm.max_num_seqs=0"], "vllm.max_num_seqs is 0; it has to be a whole number of at least 1"),
+        (["vllm.max_num_seqs=true"], "vllm.max_num_seqs is true; it has to be a whole number of at least 1"),
+        (["vllm.tensor_parallel_size=2.5"], "vllm.tensor_parallel_size is 2.5; it has to be a whole number"),
+        (["vllm.enforce_eager=maybe"], "vllm.enforce_eager is 'maybe'; it has to be true or false"),
+        (["vllm.revision=123"], "vllm.revision is 123; it has to be a text; quote it twice, as in \"vllm.re"),
     ],
 )  # fmt: skip
 def test_a_wrong_word_is_named_with_the_way_out(model, arguments, words):
     assert words in refusal(model, *arguments)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_quotes_that_a_refusal_shows_make_a_text(model):
+    words = shlex.split(re.findall(r"as in (.*)", refusal(model, "vllm.revision=123"))[0])
+    assert request_of(model, *words).options.vllm == {"revision": "123"}
 
 
 @pytest.mark.usefixtures("installed")

@@ -263,6 +263,10 @@ def test_a_source_of_another_form_is_refused(installed, source, words):
         ("max_model_len", "set data.max_prompt_tokens and rollout.max_new_tokens instead"),
         ("kv_cache_memory_bytes", "set rollout.kv_cache_gb instead"),
         ("enforce_eager", "set rollout.compile instead"),
+        ("max_lora_rank", "set actor.lora.rank instead"),
+        ("max_loras", "remove it"),
+        ("max_cpu_loras", "remove it"),
+        ("lora_target_modules", "remove it"),
         ("seed", "remove it"),
         ("worker_extension_cls", "remove it"),
     ],
@@ -307,12 +311,35 @@ def test_an_unknown_argument_is_named_with_the_nearest_one(installed, name: str,
     assert problems == [f"rollout.vllm.{name} is no engine argument of the installed vLLM{hint}"]
 
 
-@pytest.mark.parametrize(("size", "on_gpu", "passes"), [(16, False, False), (16, True, True), (64, False, True)])
-def test_blocks_on_a_cpu_have_a_multiple_of_32_tokens(installed, size: int, on_gpu: bool, passes: bool):
+@pytest.mark.parametrize(("size", "on_cpu", "on_gpu"), [(16, False, True), (64, True, True), (32, True, True)])
+def test_blocks_on_a_cpu_have_a_multiple_of_32_tokens(installed, size: int, on_cpu: bool, on_gpu: bool):
     installed(ARG_UTILS)
-    problems = list(argument_problems({"block_size": size}, on_gpu=on_gpu))
-    expected = [f"rollout.vllm.block_size is {size}; vLLM on CPUs takes multiples of 32"]
-    assert problems == ([] if passes else expected)
+    expected = [f"rollout.vllm.block_size is {size}; it has to be a positive multiple of 32 on CPUs, such as 64"]
+    assert list(argument_problems({"block_size": size}, on_gpu=False)) == ([] if on_cpu else expected)
+    assert (list(argument_problems({"block_size": size}, on_gpu=True)) == []) is on_gpu
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(0, "0"), (-32, "-32"), (64.0, "64.0"), ("64", "'64'"), (True, "true"), (None, "null"), ([64], r"\[64\]")],
+)
+def test_what_is_no_size_of_a_block_is_refused_on_both_devices(installed, size, shown: str):
+    installed(ARG_UTILS)
+    for on_gpu, words in (
+        (False, "a positive multiple of 32 on CPUs, such as 64"),
+        (True, "a whole number of at least"),
+    ):
+        (problem,) = argument_problems({"block_size": size}, on_gpu=on_gpu)
+        assert re.match(rf"rollout\.vllm\.block_size is {shown}; it has to be {words}", problem)
+
+
+@pytest.mark.parametrize("share", [0, 1.1, "0.5", None, True, -0.5])
+def test_a_share_of_the_gpu_is_a_share(installed, share):
+    installed(ARG_UTILS.replace("swap_space", "gpu_memory_utilization: float = 0.9\n    swap_space", 1))
+    (problem,) = argument_problems({"gpu_memory_utilization": share}, on_gpu=True)
+    assert problem.endswith("; it has to be a number above 0 and up to 1")
+    for fitting in (0.5, 1, 1.0):
+        assert list(argument_problems({"gpu_memory_utilization": fitting}, on_gpu=True)) == []
 
 
 def test_no_argument_needs_no_source(installed):

@@ -15,6 +15,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.argument_names import OWN_ARGUMENTS
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 
 SIZES: dict[str, Any] = {
@@ -61,6 +62,10 @@ def test_peft_reads_what_is_written_as_the_same_model(policy: Policy):
     assert (expected - plain).abs().max() > 0.1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert not Path(folder).exists()
+
+
+def test_no_argument_for_adapters_is_left_to_the_user_to_be_replaced_in_silence():
+    assert adapter_arguments(model(), rank=8).keys() <= OWN_ARGUMENTS.keys()
 
 
 def test_the_output_layer_gets_no_room_for_an_adapter():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from transformers import GPT2Config, MambaConfig, Qwen2Config
+from transformers import BloomConfig, GPT2Config, MambaConfig, Qwen2Config
 
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.server_arguments import command_line, server_arguments
@@ -63,10 +63,30 @@ def test_a_given_cache_too_small_for_a_given_length_is_refused_with_the_size_tha
 
 def test_a_length_over_the_models_is_refused_unless_the_config_is_overridden(monkeypatch):
     with_memory(monkeypatch, 1000 * GB)
-    with pytest.raises(EngineError, match=r"--max-length is 1001, .*max_position_embeddings=1000; lower"):
+    words = r"--max-length is 1001, and vLLM takes at most 1000 tokens of this qwen2 model .*; lower it to 1000 or less"
+    with pytest.raises(EngineError, match=words):
         arguments(max_length=1001)
     assert arguments(max_length=1001, vllm={"hf_overrides": {"max_position_embeddings": 2000}})["max_model_len"] == 1001
     assert arguments(GPT2Config(n_positions=64, n_embd=64, n_head=2, n_layer=1))["max_model_len"] == 64
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("linear", 2500), ("dynamic", 2500), ("default", 1000)])
+def test_a_rope_that_stretches_positions_raises_the_longest_row_as_it_does_in_a_run(monkeypatch, kind, longest):
+    """vLLM multiplies the positions by the factor: `_get_and_verify_max_len` of 0.32."""
+    with_memory(monkeypatch, 1000 * GB)
+    factor = {} if kind == "default" else {"factor": 2.5}
+    model = config(rope_parameters={"rope_type": kind, "rope_theta": 1e4} | factor)
+    assert arguments(model)["max_model_len"] == longest
+    assert arguments(model, max_length=longest)["max_model_len"] == longest
+    with pytest.raises(EngineError, match=f"at most {longest} tokens"):
+        arguments(model, max_length=longest + 1)
+
+
+def test_a_model_that_names_no_limit_serves_2048_tokens_or_what_is_given(monkeypatch):
+    with_memory(monkeypatch, 1000 * GB)
+    unlimited = BloomConfig(hidden_size=64, n_head=2, n_layer=1, vocab_size=9)
+    assert arguments(unlimited)["max_model_len"] == 2048
+    assert arguments(unlimited, max_length=4096)["max_model_len"] == 4096
 
 
 @pytest.mark.parametrize(
