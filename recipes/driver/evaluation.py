@@ -52,12 +52,13 @@ def evaluate(session: Session, step: StepContext) -> None:
     samples, temperature = session.config.evaluation.samples, session.config.rollout.temperature
     wake_engines(session, step)
     for name, split in sets_due(session).items():
-        sampled = _rewards(session, step, name, split, samples, temperature).view(-1, samples)
-        greedy = _rewards(session, step, name, split, 1, temperature=0.0)
+        sampled, valid = _rewards(session, step, name, split, samples, temperature)
+        sampled = sampled.view(-1, samples)
+        greedy, _ = _rewards(session, step, name, split, 1, temperature=0.0)
         rewards = torch.cat((sampled.flatten(), greedy.flatten()))
         step.metrics |= {
             _metric(name, "reward_sampled"): sampled.mean().item(),
-            _metric(name, "reward_best_of_n"): sampled.amax(1).mean().item(),
+            _metric(name, "reward_best_of_n"): _best(sampled, valid.view(-1, samples)).mean().item(),
             _metric(name, "reward_greedy"): greedy.mean().item(),
             _metric(name, "graded_rewards"): float(((rewards != 0) & (rewards != 1)).sum()),
         }
@@ -116,8 +117,24 @@ def draw_held_out(session: EvaluatedSession, positions: np.ndarray) -> DrawnProm
     return DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
 
 
-def _rewards(session: Session, step: StepContext, name: str, split: Split, samples: int, temperature: float) -> Tensor:
-    """Return the rewards of all samples of a set, f32 [prompts × samples]; 0 if quarantined."""
+def _best(rewards: Tensor, valid: Tensor) -> Tensor:
+    """Return the highest valid reward of each prompt, f32 [prompts]; 0 for a prompt without any.
+
+    >>> rewards, valid = torch.tensor([[-2.0, -1.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    >>> _best(rewards, valid.bool()).tolist()
+    [-1.0, 0.0]
+
+    Args:
+        rewards: f32 [prompts, samples].
+        valid: whether a sample has a reward, bool [prompts, samples].
+    """
+    return rewards.where(valid, -torch.inf).amax(1).where(valid.any(1), 0.0)
+
+
+def _rewards(
+    session: Session, step: StepContext, name: str, split: Split, samples: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the rewards of all samples of a set, f32 [prompts × samples], 0 if quarantined; and which are not."""
     with session.store.lease("an evaluation"):
         positions = np.arange(len(split))
         prompts = split.batch(positions)
@@ -132,7 +149,7 @@ def _rewards(session: Session, step: StepContext, name: str, split: Split, sampl
         step.metrics[key] = step.metrics.get(key, 0.0) + float((~valid).sum())
         if temperature > 0 and not name:
             step.samples += _shown_samples(session, rollouts, rewards, valid)
-    return rewards
+    return rewards, valid
 
 
 def _check_versions(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:

@@ -30,6 +30,7 @@ from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.start_roles import start_roles
+from rlpack.models.loading import load_config
 from rlpack.observe.console import Console
 from rlpack.observe.evaluation.evaluation_dir import (
     EXPORTED,
@@ -39,6 +40,7 @@ from rlpack.observe.evaluation.evaluation_dir import (
     EngineFailures,
     arguments_of,
     open_evaluation,
+    other_evaluation,
     write_json,
 )
 from rlpack.observe.evaluation.evaluation_results import (
@@ -48,7 +50,7 @@ from rlpack.observe.evaluation.evaluation_results import (
     result_notes,
     results_document,
 )
-from rlpack.observe.evaluation.sample_rows import RowLayout, SampleFile
+from rlpack.observe.evaluation.sample_rows import RowLayout, SampleFile, SampleRow
 from rlpack.observe.evaluation.samples_page import write_samples_page
 from rlpack.observe.run_dir import LOG
 from rlpack.recipes.driver.splits import cache_splits, load_held_out
@@ -56,6 +58,7 @@ from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
 from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
 from rlpack.recipes.preflight.config_checks import check_before_evaluation
 from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
+from rlpack.rollout.vllm.arguments import default_dtype
 from rlpack.run_log import current_log
 from rlpack.workers.reward import function_specs
 
@@ -66,6 +69,9 @@ def main(config: Config) -> None:
     """Evaluate a model, or go on where an earlier command with the same arguments was stopped."""
     output, console = Path(cast(str, config.run_dir)), Console()
     settings, arguments = recipe_section(config, Evaluate), arguments_of(config)
+    if settings.output_dir is None and (other := other_evaluation(output, arguments)):
+        console.note(other)
+    config = _with_dtype(config)
     reader = answer_reader((one.target, one.arguments) for one in function_specs(config.reward).values())
     with _log_in(output), _loadable(config, output) as loadable:
         tokenizer, prompts = load_held_out(loadable)
@@ -88,6 +94,14 @@ def _log_in(output: Path) -> Iterator[None]:
     if log is not None and log.path is None:
         log.open(output / LOG)
     yield
+
+
+def _with_dtype(config: Config) -> Config:
+    """Return the configuration with the type that the engine generates in: for a model's folder, as `rlpack serve`."""
+    if config.rollout.dtype is not None:
+        return config
+    dtype = default_dtype(load_config(config.model)) if config.rollout.engine == "vllm" else "fp32"
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": dtype})})
 
 
 @contextmanager
@@ -115,7 +129,8 @@ def _generate(
     log = current_log()
     with Cluster(config.placement, config.job, None if log is None else log.path) as cluster, ExitStack() as stack:
         names = started_roles(config)
-        console.note(f"starting the roles {', '.join(names)}")
+        rollout = config.rollout
+        console.note(f"starting the roles {', '.join(names)}; {rollout.engine} generates in {rollout.dtype}")
         groups = start_roles(cluster, config, names, (config, tokenizer))
         (held_out,) = cache_splits(cluster.store, tokenizer, prompts)
         session = EvaluationSession(config, tokenizer, held_out, groups, cluster.store)
@@ -134,7 +149,7 @@ def _report(
     settings, rewards = recipe_section(config, Evaluate), PromptRewards()
     of_rows: list[float | None] = []
     for rows in by_prompt(file.rows(), layout.rows_per_prompt):
-        answers = [_vote(row.response, row.extracted_answer, reader) for row in rows if row.sample is not None]
+        answers = [_vote(row, reader) for row in rows if row.sample is not None]
         rewards.add(rows, majority(answers).rows)
         of_rows += [row.reward for row in rows]
     evaluated = {
@@ -142,6 +157,8 @@ def _report(
         "checkpoint": settings.checkpoint,
         "data": config.data.source,
         "split": config.data.validation_split,
+        "engine": config.rollout.engine,
+        "dtype": config.rollout.dtype,
     }
     failures = asdict(EngineFailures.read(output))
     document = results_document(
@@ -158,8 +175,11 @@ def _report(
         console.note(note)
 
 
-def _vote(response: str, extracted: str | None, reader: AnswerReader) -> str | None:
-    return extracted if reader.is_extracted else response
+def _vote(row: SampleRow, reader: AnswerReader) -> str | None:
+    """Return the answer that a response votes for; None if it has no reward, or no answer."""
+    if row.reward is None:
+        return None
+    return row.extracted_answer if reader.is_extracted else row.response
 
 
 def _model_hash(config: Config) -> str:

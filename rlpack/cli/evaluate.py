@@ -27,7 +27,7 @@ from rlpack.config.warnings import config_warnings
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.evaluation.evaluation_dir import ROWS, arguments_of, check_output_dir, default_output_dir
 from rlpack.run_log import attached_log
-from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values
+from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values, with_dtype_of
 from rlpack.startup.evaluation_checks import check_evaluation
 from rlpack.user_code import UserCode, UserCodeError
 
@@ -39,9 +39,11 @@ examples:
   rlpack evaluate runs/mine --checkpoint 40 evaluate.samples=16
   rlpack evaluate path/to/model data=jsonl data.source=test.jsonl reward.function=my_rewards:score
 
-A run's data, reward, rollout, placement and seed are the defaults of its evaluation; a chosen group, such as
-data=jsonl, starts from the defaults of its section instead. data.source names the prompts; of a source with splits,
-data.validation_split is evaluated. Run the same command again to continue an interrupted evaluation.
+A run's data, reward, rollout, placement and seed are the defaults of its evaluation, and so is the type that its vLLM
+generated in; a chosen group, such as data=jsonl, starts from the defaults of its section instead. data.source names the
+prompts; of a source with splits, data.validation_split is evaluated. Run the same command again to continue an
+interrupted evaluation, or with another evaluate.threshold, pass_at or resamples to compute the statistics again from
+the stored responses.
 Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
@@ -87,6 +89,7 @@ def evaluation_config(given: str, step: int | None, overrides: Sequence[str]) ->
     evaluated = find_model(given, step)
     config = compose_evaluation(overrides, _base_values(evaluated, overrides))
     run = None if evaluated.state is None else run_config(evaluated.state)
+    config = with_dtype_of(run, config)
     output = recipe_section(config, Evaluate).output_dir
     folder = default_output_dir(config, evaluated.name) if output is None else Path(os.path.expanduser(output))
     check_output_dir(folder, arguments_of(config))

@@ -85,6 +85,19 @@ def run_config(state: Mapping[str, Any]) -> Config:
     return Config.model_validate({name: saved[name] for name in ("seed", "model", "data", "rollout", "actor")})
 
 
+def with_dtype_of(run: Config | None, config: Config) -> Config:
+    """Return an evaluation's configuration with the type that the run's vLLM generated in, unless one is set.
+
+    Args:
+        run: what the checkpoint's policy was built with; None for a model, whose type is read from its own config.
+        config: of the evaluation.
+    """
+    if run is None or config.rollout.engine != "vllm" or config.rollout.dtype is not None:
+        return config
+    dtype = run.rollout.dtype or run.actor.precision
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": dtype})})
+
+
 def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a checkpoint's configuration that an evaluation takes over.
 

@@ -7,6 +7,7 @@
 <output_dir>/results.json      statistics
 """
 
+import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -25,12 +26,18 @@ IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html
 # A checkpoint's model while it is evaluated; a name that no folder of a user has, because it is deleted.
 EXPORTED = ".rlpack-exported-checkpoint"
 ENGINES = "engines.json"
-_FORMAT = 1
+_FORMAT = 2
+# Differences that are listed.
+_SHOWN = 3
 _SECTIONS = ("seed", "model", "data", "reward", "rollout", "evaluate")
-# Keys of these sections that change neither rows nor statistics.
+# Keys of these sections that change no row: those of statistics, which are computed from the rows whenever the command
+# runs, limits beyond which a row is repeated or the command ends, and those of training.
 _UNUSED = {
-    *("evaluate.output_dir", "rollout.max_logprob_gap", "reward.batch_timeout_s", "reward.max_failures"),
-    *("reward.processes", "reward.rows_per_call", "data.split"),
+    *("evaluate.output_dir", "evaluate.threshold", "evaluate.pass_at", "evaluate.resamples"),
+    *("rollout.request_timeout_s", "rollout.kv_cache_gb", "rollout.sleep_level", "rollout.max_logprob_gap"),
+    *("rollout.publish", "rollout.kv_cache"),
+    *("reward.batch_timeout_s", "reward.max_failures", "reward.processes", "reward.rows_per_call"),
+    *("data.split", "data.fraction"),
 }
 _HARMLESS = {LOCK, LOG, EXPORTED}
 
@@ -70,7 +77,7 @@ class EngineFailures:
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Return the settings that an evaluation depends on, by dotted key.
+    """Return the settings that the rows of an evaluation depend on, by dotted key.
 
     The number of ranks is part of it: it decides which rows are generated together, and so how sums are rounded.
     """
@@ -86,6 +93,31 @@ def default_output_dir(config: Config, name: str) -> Path:
     """Return `evaluations/<name>-<hash>`, the same for the same arguments."""
     digest = sha256(json.dumps(arguments_of(config), sort_keys=True).encode()).hexdigest()
     return Path("evaluations") / f"{name}-{digest[:8]}"
+
+
+def other_evaluation(folder: Path, arguments: Mapping[str, Any]) -> str | None:
+    """Return in what a new evaluation differs from one of the same model next to it; None if there is none.
+
+    Args:
+        folder: a default directory.
+        arguments: of the evaluation, by dotted key.
+    """
+    if (folder / IDENTITY).exists():
+        return None
+    prefix = folder.name.rpartition("-")[0]
+    others: list[tuple[list[str], str]] = []
+    for path in sorted(folder.parent.glob(f"{glob.escape(prefix)}-*/{IDENTITY}")):
+        try:
+            before = read_identity(path.parent)["arguments"]
+        except EvaluationError:  # damaged, or of another version: not an evaluation to continue
+            continue
+        if before.get("model.path") == arguments["model.path"]:
+            others.append((differences(before, arguments), path.parent.name))
+    if not others:
+        return None
+    differing, name = min(others, key=lambda other: len(other[0]))
+    shown = differing[:_SHOWN] + [f"and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN)
+    return f"a new evaluation; that in {folder.parent / name} has other arguments: {'; '.join(shown)}"
 
 
 def check_output_dir(folder: Path, arguments: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The results of an evaluation: means over prompts, each with a bootstrap interval, from the rows of samples.jsonl."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +34,15 @@ class Statistic:
 
 @dataclass
 class PromptRewards:
-    """The rewards of an evaluation, collected row by row; 0 where a response has none.
+    """The rewards of an evaluation, collected row by row; NaN where a response has none.
+
+    A response without a reward counts as 0 in means. It never passes, never votes and is never the best of n, also
+    where all other rewards are negative.
 
     Attributes:
         sampled: of each prompt's samples, P lists of n.
         greedy: of the greedy responses, P or none.
-        voted: the mean reward of each prompt's majority answers, P.
+        voted: the mean reward of each prompt's majority answers, P; 0 if no winner has a reward.
         counts: rows, rows without a reward, truncated rows, and tokens.
     """
 
@@ -56,10 +60,11 @@ class PromptRewards:
             rows: its samples, then its greedy response if there is one.
             winners: indices of the samples whose answers won the majority vote.
         """
-        samples = [row.reward or 0.0 for row in rows if row.sample is not None]
+        samples = [_reward(row) for row in rows if row.sample is not None]
         self.sampled.append(samples)
-        self.greedy += [row.reward or 0.0 for row in rows if row.sample is None]
-        self.voted.append(float(np.mean([samples[winner] for winner in winners])))
+        self.greedy += [_reward(row) for row in rows if row.sample is None]
+        won = [samples[winner] for winner in winners if not math.isnan(samples[winner])]
+        self.voted.append(float(np.mean(won)) if won else 0.0)
         self.counts["rows"] += len(rows)
         self.counts["without_reward"] += sum(row.reward is None for row in rows)
         self.counts["truncated"] += sum(row.finish_reason == "length" for row in rows)
@@ -68,19 +73,33 @@ class PromptRewards:
     def statistics(self, settings: Evaluate, seed: int) -> tuple[list[Statistic], float | None]:
         """Return all statistics, and the reward from which a response passes, None if that is undefined."""
         rewards = np.array(self.sampled, dtype=np.float64)
-        columns = {"mean_reward": rewards.mean(1), "best_of_n": rewards.max(1)}
+        columns = {"mean_reward": np.nan_to_num(rewards).mean(1), "best_of_n": _best(rewards)}
         passes = passing(rewards, self.greedy, settings.threshold)
         if passes is not None:
             columns |= {f"pass@{k}": pass_at_k(passes, k) for k in settings.pass_at or default_k(settings.samples)}
         columns["majority_vote"] = np.array(self.voted)
         if self.greedy:
-            columns["greedy_mean"] = np.array(self.greedy)
+            columns["greedy_mean"] = np.nan_to_num(np.array(self.greedy))
         values = np.stack(list(columns.values()), axis=1)
         intervals = bootstrap_intervals(values, resamples=settings.resamples, seed=seed).tolist()
         means = values.mean(0).tolist()
         triples = zip(columns, means, intervals, strict=True)
         threshold = (1.0 if settings.threshold is None else settings.threshold) if passes is not None else None
         return [Statistic(name, mean, *interval) for name, mean, interval in triples], threshold
+
+
+def _reward(row: SampleRow) -> float:
+    return math.nan if row.reward is None else row.reward
+
+
+def _best(rewards: np.ndarray) -> np.ndarray:
+    """Return the highest reward of each prompt's responses, float64 [P]; 0 for a prompt without any.
+
+    >>> _best(np.array([[-2.0, -1.0, np.nan], [np.nan, np.nan, np.nan]])).tolist()
+    [-1.0, 0.0]
+    """
+    has_any = ~np.isnan(rewards).all(1)
+    return np.where(has_any, np.where(np.isnan(rewards), -np.inf, rewards).max(1), 0.0)
 
 
 def by_prompt(rows: Iterable[SampleRow], rows_per_prompt: int) -> Iterable[list[SampleRow]]:
@@ -144,7 +163,10 @@ def result_notes(document: dict[str, Any]) -> list[str]:
     notes = [f"majority vote by {document['majority_vote_by']}"]
     notes.append(f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes from a reward of {threshold:g}")
     if without:
-        notes.append(f"{without} of {document['responses']} responses have no reward and count as 0")
+        notes.append(
+            f"{without} of {document['responses']} responses have no reward: they count as 0 in means, and never pass, "
+            "vote, or are the best"
+        )
     if document["repeated_rows"] or document["engines_replaced"]:
         notes.append(
             f"{document['repeated_rows']} responses were generated again from their seeds, and "

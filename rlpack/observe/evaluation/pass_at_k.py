@@ -42,12 +42,15 @@ def default_k(num_samples: int) -> list[int]:
 def passing(rewards: np.ndarray, others: Sequence[float], threshold: float | None) -> np.ndarray | None:
     """Return which responses pass, bool [P, n]; None if that is undefined.
 
+    A response without a reward never passes, whatever the threshold.
+
     Args:
-        rewards: of the responses, float64 [P, n].
+        rewards: of the responses, float64 [P, n], NaN where there is none.
         others: rewards of further responses, such as the greedy ones.
         threshold: a response passes from this reward on; None is 1, and defined only if every reward is 0 or 1.
     """
     if threshold is not None:
         return rewards >= float(np.float32(threshold))  # rewards are float32, in which 0.7 is less than 0.7
-    is_binary = np.isin(rewards, (0.0, 1.0)).all() and np.isin(np.asarray(others), (0.0, 1.0)).all()
+    given = np.concatenate((rewards.ravel(), others))
+    is_binary = np.isin(given[~np.isnan(given)], (0.0, 1.0)).all()
     return rewards == 1.0 if is_binary else None

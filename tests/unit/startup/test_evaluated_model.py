@@ -6,10 +6,11 @@ import pytest
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.model_folder import new_model_folder
+from rlpack.cli.evaluate import _base_values
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
-from rlpack.startup.evaluated_model import find_model, run_config, run_values
+from rlpack.startup.evaluated_model import find_model, run_config, run_values, with_dtype_of
 
 PROGRESS = {"phase": "train", "step": 0}
 STATE = dict.fromkeys(("prompts", "held_out", "reference", "records"))
@@ -61,6 +62,28 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wr
     damage(run, 4)
     with pytest.raises(CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint"):
         find_model("runs/mine", 4)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "overrides", "dtype"),
+    [
+        (["rollout=vllm", "actor.precision=bf16"], [], "bf16"),
+        (["rollout=vllm"], [], "fp32"),
+        (["rollout=vllm", "actor.precision=bf16", "rollout.dtype=fp32"], [], "fp32"),
+        (["rollout=vllm", "rollout.dtype=bf16"], [], "bf16"),
+        (["rollout=vllm", "actor.precision=bf16"], ["rollout=vllm"], "bf16"),
+        (["rollout=vllm", "actor.precision=bf16"], ["rollout.dtype=fp32"], "fp32"),
+        (["rollout=vllm", "actor.precision=bf16"], ["rollout.engine=hf"], None),
+        (["actor.precision=bf16"], ["rollout.engine=vllm"], "bf16"),
+    ],
+)
+def test_vllm_generates_in_the_type_of_the_run_unless_the_command_names_one(tmp_path, of_run, overrides, dtype):
+    root = tmp_path / "checkpoints" / "train"
+    save(root, 1, compose(of_run))
+    evaluated = find_model(str(tmp_path), None)
+    assert evaluated.state is not None
+    config = compose_evaluation(overrides, _base_values(evaluated, overrides))
+    assert with_dtype_of(run_config(evaluated.state), config).rollout.dtype == dtype
 
 
 def test_a_run_in_its_warm_up_stands_for_the_warm_ups_newest(tmp_path):

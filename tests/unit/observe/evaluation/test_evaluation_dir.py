@@ -13,6 +13,7 @@ from rlpack.observe.evaluation.evaluation_dir import (
     check_output_dir,
     default_output_dir,
     open_evaluation,
+    other_evaluation,
 )
 
 MODEL = {"path": "model", "config": {}, "tokenizer": None, "revision": None, "trust_remote_code": False}
@@ -38,7 +39,7 @@ def opened(folder, *overrides, hashes=HASHES):
 @pytest.mark.parametrize(
     "override",
     [
-        *("seed=2", "evaluate.samples=3", "evaluate.greedy=false", "evaluate.threshold=0.5", "evaluate.resamples=9"),
+        *("seed=2", "evaluate.samples=3", "evaluate.greedy=false", "rollout.dtype=bf16"),
         *("evaluate.prompts_per_part=2", "rollout.temperature=0.5", "rollout.max_num_seqs=8", "model.tokenizer=other"),
         *("reward.function=mine:score", "data.max_prompt_tokens=9", "placement.pools.main.ranks=1"),
         *("roles.reward.target=mine:Reward", "data.validation_split=test"),
@@ -64,7 +65,9 @@ def test_a_different_argument_is_refused_by_name_and_has_another_default_directo
     "override",
     [
         *("evaluate.output_dir=x", "placement.call_timeout_s=5000", "reward.processes=1", "reward.max_failures=0.5"),
-        *("placement.start_timeout_s=9", "job.driver_cpus=2.0"),
+        *("placement.start_timeout_s=9", "job.driver_cpus=2.0", "data.fraction=0.5"),
+        *("evaluate.threshold=0.5", "evaluate.pass_at=[1,2]", "evaluate.resamples=9"),
+        *("rollout.request_timeout_s=9", "rollout.kv_cache_gb=2", "rollout.sleep_level=1"),
     ],
 )
 def test_what_changes_no_row_may_change(tmp_path, override):
@@ -72,6 +75,40 @@ def test_what_changes_no_row_may_change(tmp_path, override):
     opened(tmp_path, override)
     check_output_dir(tmp_path, arguments_of(config_of(override)))
     assert default_output_dir(config_of(override), "m") == default_output_dir(config_of(), "m")
+
+
+def evaluation_next_to(folder, *overrides):
+    """Open an evaluation in its default directory, below a folder, and return the directory."""
+    directory = folder / default_output_dir(config_of(*overrides), "m").name
+    directory.mkdir()
+    opened(directory, *overrides)
+    return directory
+
+
+def test_a_new_evaluation_says_in_one_line_how_it_differs_from_the_nearest_of_the_same_model(tmp_path):
+    config = config_of("seed=2")
+    new = tmp_path / default_output_dir(config, "m").name
+    assert other_evaluation(new, arguments_of(config)) is None
+    evaluation_next_to(tmp_path, *("seed=3", "rollout.top_k=1", "rollout.top_p=0.5", "evaluate.samples=3"))
+    line = f"a new evaluation; that in {tmp_path}/m-"
+    told = other_evaluation(new, arguments_of(config))
+    assert told.startswith(line)
+    assert told.endswith("rollout.top_p is 1.0 and was 0.5; and 1 more")
+    assert told.count(" was ") == 3
+    nearest = evaluation_next_to(tmp_path)
+    told = other_evaluation(new, arguments_of(config))
+    assert told == f"a new evaluation; that in {nearest} has other arguments: seed is 2 and was 1"
+    evaluation_next_to(tmp_path, "seed=2")
+    assert other_evaluation(new, arguments_of(config)) is None  # it goes on
+
+
+def test_evaluations_of_other_models_and_unreadable_ones_are_not_mentioned(tmp_path):
+    config = config_of("seed=2")
+    new = tmp_path / default_output_dir(config, "m").name
+    evaluation_next_to(tmp_path, "model.path=other")
+    damaged = evaluation_next_to(tmp_path)
+    (damaged / IDENTITY).write_text("{")
+    assert other_evaluation(new, arguments_of(config)) is None
 
 
 def test_changed_files_of_prompts_or_model_are_refused(tmp_path):
@@ -87,7 +124,7 @@ def test_changed_files_of_prompts_or_model_are_refused(tmp_path):
         ("model", "", "unrelated files \\(model\\)"),
         ("thesis.tex", "", "unrelated files \\(thesis.tex\\)"),
         (IDENTITY, "{", "can't be read"),
-        (IDENTITY, '{"format": 2, "arguments": {}, "hashes": {}}', "another format"),
+        (IDENTITY, '{"format": 1, "arguments": {}, "hashes": {}}', "another format"),
         (IDENTITY, "[]", "another format"),
     ],
 )

@@ -72,7 +72,25 @@ def test_a_response_without_a_reward_counts_as_0_and_is_mentioned():
     document = document_of(collected([None, 1.0]), Evaluate(samples=2))
     assert document["statistics"]["mean_reward"]["value"] == 0.5
     assert document["responses_without_reward"] == 1
-    assert "1 of 2 responses have no reward and count as 0" in result_notes(document)
+    note = "1 of 2 responses have no reward: they count as 0 in means, and never pass, vote, or are the best"
+    assert note in result_notes(document)
+
+
+def test_a_response_without_a_reward_is_never_the_best_and_never_passes():
+    rewards = collected([None, -1.0, -2.0], [None, None, None], greedy=[-1.0, None], winners=[[0, 2], [0, 1, 2]])
+    document = document_of(rewards, Evaluate(samples=3, threshold=-1.5, pass_at=(3,)))
+    values = {name: one["value"] for name, one in document["statistics"].items()}
+    # By prompt: -3 / 3 and 0; -1 and 0, as nothing has a reward; 1 and 0; -2, of the winner with a reward, and 0.
+    expected = {"mean_reward": -0.5, "best_of_n": -0.5, "pass@3": 0.5, "majority_vote": -1.0, "greedy_mean": -0.5}
+    assert values == pytest.approx(expected)
+    json.dumps(document, allow_nan=False)
+
+
+def test_missing_rewards_leave_rewards_of_0_and_1_with_a_pass_at_k():
+    binary = collected([None, 1.0], [0.0, 0.0], greedy=[None, 1.0])
+    assert document_of(binary, Evaluate(samples=2))["statistics"]["pass@1"]["value"] == 0.25
+    graded = collected([None, 1.0], [0.0, 0.0], greedy=[None, 0.5])
+    assert "pass@1" not in document_of(graded, Evaluate(samples=2))["statistics"]
 
 
 def test_the_table_names_the_number_of_samples_and_how_votes_are_counted():
