@@ -80,7 +80,9 @@ def main(config: Config) -> None:
         layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)
         file = SampleFile(output / ROWS, layout)
         done = file.recover()
-        if done:
+        if done == len(prompts):
+            console.note(f"all {done} prompts were answered before; the statistics are of the responses in {file.path}")
+        elif done:
             console.note(f"continuing after {done} of {len(prompts)} prompts, whose responses are in {file.path}")
         if done < len(prompts):
             _generate(loadable, tokenizer, prompts, console, file, reader, list(layout.parts(done)))

@@ -157,8 +157,8 @@ def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
             yield f"{override!r} is not an override; write key=value, such as evaluate.samples=16"
         elif _is_sweep(override):
             yield f"{override} has several values, and rlpack evaluate takes one; write a list as {key}=[1,2]"
-        elif key == "evaluate.checkpoint":
-            yield "evaluate.checkpoint is set by the run; give its directory and --checkpoint N"
+        elif key in ("step", "checkpoint", "evaluate.checkpoint"):
+            yield f"{key} can't be set; give a run's directory first, and the step of its checkpoint by --checkpoint N"
         elif section == "model" and name not in _READ_OF_MODEL and (not name or find(key, root) is not None):
             yield f"{key} is set by the model or run that comes first; leave it out"
         elif section == "run_dir":

@@ -78,7 +78,7 @@ def _arguments(request: ServeRequest, folder: Path) -> tuple[PreTrainedConfig, d
     trusts = given.get("trust_remote_code") is True
     section = Model(path=model.path, revision=given.get("revision"), trust_remote_code=trusts)
     try:
-        config = load_config(section, key="vllm.model")
+        config = load_config(section, key="MODEL_OR_RUN")
         arguments = server_arguments(config, request.options, model=model.path, name=model.name)
     except EngineError as error:
         raise to_config_error(str(error)) from error

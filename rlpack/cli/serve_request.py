@@ -198,21 +198,25 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _port(text: str) -> int:
-    """Read a port; argparse names the option of a ValueError."""
-    if not 0 <= (port := int(text)) <= _LAST_PORT:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {_LAST_PORT}")
+    """Read a port; argparse names the option."""
+    if not text.isdecimal() or (port := int(text)) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {_LAST_PORT}")
     return port
 
 
 def _count(text: str) -> int:
     """Read a positive whole number."""
-    if (number := int(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if not text.isdecimal() or (number := int(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return number
 
 
 def _positive(text: str) -> float:
     """Read a positive number."""
-    if not 0 < (number := float(text)) < math.inf:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number

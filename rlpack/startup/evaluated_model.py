@@ -3,7 +3,6 @@
 Nothing is written, so a run in progress can be evaluated. Files are verified by their hashes before any is read.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from rlpack.config.schema import BUILTIN_ROLES, Config, builtin_roles
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
 from rlpack.observe.run_dir import CHECKPOINTS, holds_run
-from rlpack.path_suggestions import suggest_path
+from rlpack.startup.given_model import find_folder
 from rlpack.startup.same_run import check_fields
 
 # The recipe's checkpoints are newer than the warm-up's.
@@ -51,12 +50,12 @@ def find_model(given: str, step: int | None) -> EvaluatedModel:
         step: of the run's checkpoint; None for the newest sound one.
 
     Raises:
-        ModelError: there is no such folder, or a step is given for a model.
+        ModelError: there is no such folder, it holds neither a model nor a run, or a step is given for a model.
         EvaluationError: the run has no checkpoint, or not that of the step.
         CheckpointError: all checkpoints that were asked for are damaged, or another version wrote them.
     """
-    folder = Path(os.path.expanduser(given))
-    if os.path.isdir(folder) and holds_run(folder):
+    folder = find_folder(given)
+    if folder is not None and holds_run(folder):
         checkpoint, state = _checkpoint(folder, step)
         name = f"{folder.resolve().name}-{checkpoint.name}"
         return EvaluatedModel(name, checkpoint=checkpoint.resolve(), state=state)
@@ -64,18 +63,13 @@ def find_model(given: str, step: int | None) -> EvaluatedModel:
         raise ModelError(
             f"--checkpoint {step} needs the directory of a run, and {given!r} is none; leave it out to evaluate a model"
         )
-    if os.path.isdir(folder):
+    if folder is not None:
         if (folder / MARKER).exists() and not (folder / "config.json").exists():  # exported models are marked, too
             raise ModelError(
                 f"{given!r} is a checkpoint, without the model's config; give its run: rlpack evaluate "
                 f"{folder.absolute().parents[2]} --checkpoint {folder.name.removeprefix('step-')}"
             )
         return EvaluatedModel(folder.resolve().name, path=str(folder.resolve()))
-    if _is_path(given, folder):
-        hint = suggest_path(folder, folders_only=True)
-        raise ModelError(
-            f"{given!r} is not a folder{hint}; give a model's folder, the directory of a run, or a hub name"
-        )
     return EvaluatedModel(given.replace("/", "-"), path=given)
 
 
@@ -117,12 +111,6 @@ def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
         "roles": dict.fromkeys(BUILTIN_ROLES, rollout) | {"reward": reward},
     }
     return values
-
-
-def _is_path(given: str, folder: Path) -> bool:
-    """Return whether what was given is meant as a path, not as a hub name."""
-    is_below = folder.parent != Path() and folder.parent.is_dir()
-    return is_below or os.path.isabs(given) or given.startswith((".", "~")) or given.count("/") > 1 or folder.exists()
 
 
 def _checkpoint(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:

@@ -1,13 +1,12 @@
 """What `rlpack serve` serves: a model's folder, a run's exported model, or a model of the Hub."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlpack.models.errors import ModelError
 from rlpack.observe.run_dir import CHECKPOINTS, MODEL, holds_run
-from rlpack.path_suggestions import suggest_path
-from rlpack.startup.model_files import is_path, weight_problems
+from rlpack.startup.given_model import find_folder
+from rlpack.startup.model_files import weight_problems
 
 _ADAPTER = "adapter_config.json"
 _COMMITTED = "COMMITTED"
@@ -37,13 +36,8 @@ def find_served_model(given: str) -> ServedModel:
     Raises:
         ModelError: there is no such folder, or the folder holds no model that can be served.
     """
-    folder = Path(os.path.expanduser(given))
-    if not os.path.isdir(folder):
-        if is_path(given):
-            hint = suggest_path(folder, folders_only=True)
-            raise ModelError(
-                f"{given!r} is not a folder{hint}; give a model's folder, the directory of a run, or a hub name"
-            )
+    folder = find_folder(given)
+    if folder is None:
         return ServedModel(given, given, None)
     resolved = folder.resolve()
     model = resolved

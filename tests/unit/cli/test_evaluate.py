@@ -70,6 +70,8 @@ def refused(capsys, *arguments, code=2):
         (["run_dir=x"], "set evaluate.output_dir"),
         (["resume=auto"], "resume has no effect"),
         (["evaluate.checkpoint=x"], "--checkpoint N"),
+        (["checkpoint=2"], "the step of its checkpoint by --checkpoint N"),
+        (["step=2"], "the step of its checkpoint by --checkpoint N"),
         (["--samples=4"], "overrides take no dashes: write evaluate.samples=…"),
         (["--chekpoint=4"], "did you mean --checkpoint?"),
         (["seed=1,2"], "seed=1,2 has several values"),
@@ -120,10 +122,16 @@ def test_an_incomplete_folder_is_one_message(folder, capsys, missing, words):
     [
         ("./modl", "did you mean modl"),
         ("rows.jsonl", "'rows.jsonl' is not a folder"),
+        ("folder/absent", "'folder/absent' is not a folder; give a model's folder, the directory of a run, or a hub"),
+        ("folder/empty", "'folder/empty' holds neither a model (config.json) nor a run (config.yaml); give a model's"),
+        ("folder", "nor a run (config.yaml); give one of the folders in it: folder/mine"),
         ("nothing-like-it", "there is no such folder"),
     ],
 )
 def test_a_missing_model_is_one_message(folder, capsys, given, words):
+    for name in ("mine", "empty"):
+        (folder / "folder" / name).mkdir(parents=True)
+    (folder / "folder" / "mine" / "config.yaml").touch()
     assert words.replace("modl", "model") in refused(capsys, given, *JSONL)
 
 

@@ -144,14 +144,16 @@ def test_a_port_in_use_is_refused_before_anything_starts(model):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--port", "65536"], ["--port", "x"], ["--max-length", "0"], ["--kv-cache-gb", "nan"], ["--dtype", "fp16"],
-     ["--start-timeout", "-1"]],
+    [["--port", "65536"], ["--port", "x"], ["--max-length", "0"], ["--max-length", "abc"], ["--kv-cache-gb", "nan"],
+     ["--kv-cache-gb", "abc"], ["--dtype", "fp16"], ["--start-timeout", "-1"]],
 )  # fmt: skip
 def test_a_value_out_of_range_is_a_usage_error_that_names_the_option(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         main(["serve", "x", *arguments])
     assert left.value.code == 2
-    assert f"argument {arguments[0]}: " in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"argument {arguments[0]}: " in shown
+    assert "value: " not in shown  # argparse's own words, with the name of our function
 
 
 def test_without_vllm_the_command_that_installs_it_is_printed(model, monkeypatch, capsys):
