@@ -122,3 +122,14 @@ def test_stopped_twice_and_continued_an_evaluation_writes_the_files_of_an_uninte
     again = evaluated(tmp_path, model, *FOLDER, *SMALL, output="stopped")
     assert "starting the roles" not in again.out
     assert again.out.count("mean reward") == last.out.count("mean reward") == 1
+    rows = (tmp_path / "stopped" / "samples.jsonl").read_bytes()
+    other = evaluated(
+        tmp_path, model, *FOLDER, *SMALL, "evaluate.threshold=0.5", "evaluate.pass_at=[1]", output="stopped"
+    )
+    assert "all 6 prompts were answered before" in other.out
+    assert "starting the roles" not in other.out
+    assert (tmp_path / "stopped" / "samples.jsonl").read_bytes() == rows
+    sampled = [row["reward"] >= 0.5 for row in rows_of(tmp_path / "stopped") if row["sample"] is not None]
+    statistics = json.loads((tmp_path / "stopped" / "results.json").read_text())["statistics"]
+    assert statistics["pass@1"]["value"] == pytest.approx(sum(sampled) / len(sampled))
+    assert "pass@1" not in json.loads((tmp_path / "whole" / "results.json").read_text())["statistics"]

@@ -1,11 +1,11 @@
-"""`rlpack evaluate` with vLLM, on a run whose adapters vLLM applied: the `hf` engine finds the same greedy tokens."""
+"""`rlpack evaluate` with vLLM: the `hf` engine finds the same greedy tokens, and a run's type is its evaluation's."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import Command, done, started_words
+from tests.end_to_end.commands import Command, done, records, started_words
 
 pytestmark = pytest.mark.slow
 RUN = (
@@ -18,6 +18,27 @@ RUN = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Command:
     return done(tmp_path_factory.mktemp("adapters"), *RUN)
+
+
+def test_a_run_in_bf16_is_evaluated_in_bf16_with_the_rewards_of_its_own_evaluation(tmp_path: Path):
+    overrides = ("evaluation.every=1", "data.generator.validation_size=8", "evaluation.samples=8")
+    run = done(tmp_path, "rollout=vllm", "actor.precision=bf16", *RUN[3:-1], *overrides)
+    own = [record for record in records(run.run_dir) if record["phase"] == "evaluation"][-1]
+    responses = {}
+    for dtype, given in (("bf16", []), ("fp32", ["rollout.dtype=fp32"])):
+        words = ["evaluate", str(run.run_dir), f"evaluate.output_dir={dtype}", *given]
+        with started_words(tmp_path, words, tmp_path / dtype) as command:
+            assert command.wait() == 0, command.err
+        assert f"vllm generates in {dtype}" in command.out
+        document = json.loads((tmp_path / dtype / "results.json").read_text())
+        assert (document["engine"], document["dtype"]) == ("vllm", dtype)
+        rows = map(json.loads, (tmp_path / dtype / "samples.jsonl").read_text().splitlines())
+        responses[dtype] = [(row["prompt_index"], row["sample"], row["response"]) for row in rows]
+        if dtype == "bf16":
+            statistics = {name: one["value"] for name, one in document["statistics"].items()}
+            assert statistics["mean_reward"] == pytest.approx(own["evaluation/reward_sampled"], abs=1e-6)
+            assert statistics["greedy_mean"] == pytest.approx(own["evaluation/reward_greedy"], abs=1e-6)
+    assert responses["bf16"] != responses["fp32"]  # the type is the engine's, not only the printed one
 
 
 def greedy(folder: Path, run: Command, *overrides: str, output: str) -> dict[str, str]:
