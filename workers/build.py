@@ -141,23 +141,38 @@ def open_model(
 ) -> tuple[PreTrainedModel, StoredModel | NewModel | None]:
     """Return a causal language model on the meta device and what gives its weights, or the whole model and None."""
     try:
-        if model.path is None:
-            opened = open_new_causal_lm(
-                model,
-                vocab_size=len(tokenizer),
-                eos_token_id=eos_id(tokenizer),
-                pad_token_id=pad_id(tokenizer),
-                seed=seed,
-                attention_name=attention_name,
-            )
-            if 4 * sum(weight.numel() for weight in opened.model.parameters()) > WHOLE_BYTES:
-                return opened.model, opened
-        elif not model.config:
-            opened = open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
+        opened = open_in_parts(model, tokenizer, seed, attention_name)
+        if opened is not None:
             return opened.model, opened
     except NotInPartsError as reason:
         _note_whole(context, role, model.path or "model.config", reason)
     return build_model(model, tokenizer, context, seed=seed, attention_name=attention_name), None
+
+
+def open_in_parts(
+    model: Model, tokenizer: PreTrainedTokenizerBase, seed: int = 0, attention_name: str = attention.NAME
+) -> StoredModel | NewModel | None:
+    """Return a causal language model on the meta device with what gives its weights; None if it is new and small.
+
+    Raises:
+        NotInPartsError: every rank loads or builds it whole; the message says why.
+    """
+    if model.path is not None:
+        return open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
+    opened = open_new_causal_lm(
+        model,
+        vocab_size=len(tokenizer),
+        eos_token_id=eos_id(tokenizer),
+        pad_token_id=pad_id(tokenizer),
+        seed=seed,
+        attention_name=attention_name,
+    )
+    return opened if whole_bytes(opened.model) > WHOLE_BYTES else None
+
+
+def whole_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a whole model, which are fp32 until it is sharded."""
+    return 4 * sum(weight.numel() for weight in model.parameters())
 
 
 def _note_whole(context: RankContext, role: str, path: str | None, reason: NotInPartsError) -> None:

@@ -20,7 +20,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.models.device_peak import device_peak
 from rlpack.models.flops import ModelFlops, model_flops
 from rlpack.models.heads import ScalarHeadModel
-from rlpack.models.loading import build_meta_model
+from rlpack.models.loading import build_meta_classifier, build_meta_model, load_config
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import language_model
 from rlpack.packing import MicrobatchPlan
@@ -28,7 +28,7 @@ from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.build import set_trained_weights
 
 # Names of phases in metrics, by method.
-_PHASES = {"train_step": "update", "logprobs": "logprobs", "values": "values"}
+_PHASES = {"train_step": "update", "logprobs": "logprobs", "values": "values", "score": "scores"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PerformanceMeter:
 
 
 def flops_of_roles(config: Config, model: PreTrainedModel) -> dict[str, ModelFlops]:
-    """Return the FLOPs of the roles that run the policy's architecture, by role.
+    """Return the FLOPs of the roles that run a model, by role.
 
     Args:
         config: the whole configuration.
@@ -126,4 +126,9 @@ def flops_of_roles(config: Config, model: PreTrainedModel) -> dict[str, ModelFlo
         critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
         flops["critic"] = ModelFlops(model_flops(critic.model).body, trained=model_flops(critic.model).trained)
+    if "reward_model" in names:
+        path, key = config.reward_model.path, "reward_model.path"
+        assert path is not None, "a reward model is started only with a path"
+        settings = load_config(Model(path=path, revision=config.reward_model.revision), key=key)
+        flops["reward_model"] = ModelFlops(model_flops(language_model(build_meta_classifier(settings, path))).body)
     return flops

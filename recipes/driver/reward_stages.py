@@ -67,6 +67,7 @@ class PendingRewards:
         self._parts: list[list[_Part]] = [[] for _ in groups]
         self._row_ids: list[np.ndarray] = []
         self._names: set[str] = set()
+        self._plans: list[tuple[str, MicrobatchPlan]] = []
 
     def submit(self, rollouts: BatchedDataDict) -> None:
         """Submit rows to all roles."""
@@ -74,6 +75,7 @@ class PendingRewards:
         self._row_ids.append(rollouts.row_ids)
         for group, parts in zip(self._groups, self._parts, strict=True):
             plan = group.plan(rollouts)
+            self._plans.append((group.role, plan))
             parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
 
     def result(self, names: Iterable[str] = ()) -> RowRewards:
@@ -104,6 +106,11 @@ class PendingRewards:
             extras = extras.union(dict(zip(role_columns, single, strict=True)))
         return RowRewards(rewards.where(valid, 0.0), valid, extras, merge_metrics(result.counts for result in of_roles))
 
+    def count_flops(self, session: Session, step: StepContext) -> None:
+        """Count the FLOPs of scoring roles that run a model, in the step that waited for them."""
+        for role, plan in self._plans:
+            session.performance.count(step, role, RewardWorker.score, plan, torch.zeros(0, dtype=torch.int64))
+
 
 def collect_rewards(
     session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
@@ -115,6 +122,7 @@ def collect_rewards(
     """
     with step.timer("reward"):
         rewards, valid, extras, counts = pending.result(rollouts)
+    pending.count_flops(session, step)
     count_failures(step, counts)
     scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
     report_rewards(step, scored)
@@ -130,6 +138,7 @@ def collect_greedy_rewards(
     """
     with step.timer("reward"):
         rewards, valid, _, counts = pending.result()
+    pending.count_flops(session, step)
     count_failures(step, counts)
     step.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
     samples = session.config.trainer.group_size

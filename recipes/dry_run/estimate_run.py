@@ -35,10 +35,10 @@ from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
 from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, role_layout, role_memory
 from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offload, run_memory
+from rlpack.recipes.dry_run.whole_models import bytes_at_start, model_of
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import misfit
 from rlpack.startup.machine import check_machine
-from rlpack.workers.build import WHOLE_BYTES
 
 # Memory of a GPU where there is none to ask, as `rlpack plan` assumes.
 ASSUMED_GPU_BYTES = 80_000_000_000
@@ -93,6 +93,7 @@ class Estimator:
     limits: MemoryLimits
     _batch: TypicalBatch | None = None
     _models: dict[tuple[Any, ...], ModelMemory] = field(default_factory=dict)
+    _starts: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def batch(self, config: Config) -> TypicalBatch:
         """Return the first batch."""
@@ -138,12 +139,11 @@ class Estimator:
         return self._models[key]
 
     def _whole(self, config: Config, role: str) -> int:
-        """Return the bytes of a new model that every rank builds whole before it is sharded."""
-        is_new = config.model.path is None and not (role == "critic" and config.critic.path is not None)
-        if not is_new or role == "reward_model":
-            return 0
-        size = 4 * sum(weight.numel() for weight in self.model.parameters())
-        return size if size <= WHOLE_BYTES else 0
+        """Return the bytes of a model that every rank has whole before it is sharded; variants share it."""
+        key = role, *map(repr, model_of(config, role))
+        if key not in self._starts:
+            self._starts[key] = bytes_at_start(config, role, self.tokenizer)
+        return self._starts[key]
 
     def _engine(self, config: Config) -> EngineMemory | None:
         """Return the memory of the engine; None for a recipe that doesn't generate, or an engine of the user's."""

@@ -86,7 +86,7 @@ def _rows(pool: PoolMemory) -> Iterator[list[str]]:
     yield _row("gradients before they are summed", extra)
     yield _row("temporary in the optimizer step", [max(0, role.model.step - role.model.kept) for role in roles])
     if any(role.start for role in roles):
-        yield _row("start: the whole new model", [role.start for role in roles])
+        yield _row("start: the whole model", [role.start for role in roles])
     if any(role.host for role in roles):
         yield _row("of these in host memory", [role.host for role in roles])
     yield _row("most at one time", [role.peak for role in roles])

@@ -14,7 +14,7 @@ from rlpack.config.schema import Config
 from rlpack.models.expert_parallel import expert_modules, uneven_experts
 from rlpack.models.packed import language_model
 from rlpack.models.stage_wiring import LAYERS, wiring_problem
-from rlpack.models.tensor_parallel import split_problem, uneven_weight
+from rlpack.models.tensor_parallel import empty_part, split_problem, uneven_weight
 from rlpack.models.text_settings import num_experts, settings_of
 
 
@@ -96,7 +96,14 @@ def _uneven_weights(config: Config, role: str, model: PreTrainedModel) -> Misfit
         named = ", ".join(f"{count} {name}" for name, count in counts.items())
         fitting = nearest(tp, range(1, min(counts.values()) + 1))
         return Misfit(f"has {named}; each has to be divisible by {key}.tp ({tp})", [_sizes("tp", fitting)])
-    sizes, ranks = layout_sizes(config, role, pool_ranks(config, role)), pool_ranks(config, role)
+    ranks = pool_ranks(config, role)
+    if empty := empty_part(language_model(model), tp):
+        return Misfit(
+            f"has {empty[0]} with an axis of {empty[1]}, which leaves nothing for the last of the {tp} ranks of "
+            f"{key}.tp",
+            [_sizes("tp", nearest(tp, range(1, ranks + 1)))],
+        )
+    sizes = layout_sizes(config, role, ranks)
     shards = sizes["dp_shard"] * sizes["cp"]
     if uneven := uneven_weight(language_model(model), shards, experts=sizes["ep"] == 1):
         return Misfit(

@@ -1,7 +1,7 @@
 """Open models for building in parts: on the meta device, with what each rank computes or reads its part from."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,6 +20,8 @@ from rlpack.models.loading import hub_arguments, linear_head, load_config, new_c
 from rlpack.models.new_model import NewModel
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.vocabulary import check_vocabulary
+
+_OWN_CODE = "model.trust_remote_code=true: custom code may load weights in its own way"
 
 
 def open_causal_lm(model: Model, *, vocab_size: int | None = None, attention_name: str = attention.NAME) -> StoredModel:
@@ -92,6 +94,38 @@ def open_classifier(settings: RewardModel, *, vocab_size: int, attention_name: s
     return opened
 
 
+def check_in_parts(model: Model, *, key: str = "model.path", classifier: bool = False) -> None:
+    """Raise if a model's config alone says that it can only be loaded whole; its weight files aren't needed.
+
+    Args:
+        model: with a path.
+        key: configuration key of the path.
+        classifier: whether it is a sequence classifier.
+
+    Raises:
+        NotInPartsError: it can only be loaded whole; the message says why.
+    """
+    if model.trust_remote_code:
+        raise NotInPartsError(_OWN_CODE)
+    config = load_config(model, key=key)
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if classifier else MODEL_FOR_CAUSAL_LM_MAPPING
+    if (reason := _why_whole(_get_model_class(config, cast(Any, classes)), config)) is not None:
+        raise NotInPartsError(reason)
+
+
+def _why_whole(kind: Any, config: PreTrainedConfig) -> str | None:
+    """Return why a model of a class can only be loaded whole, by its config."""
+    if kind.config_class is not type(config) or kind.is_remote_code():
+        return f"{kind.__name__} isn't the class of a {config.model_type}"
+    settings = config.to_dict()
+    for setting in ("quantization_config", "fusion_config", "transformers_weights"):
+        if settings.get(setting) is not None:
+            return f"its config has {setting}"
+    if "extra_files" in dir(config) and type(config).extra_files:  # transformers before 5.20 has no such attribute
+        return "it has further weight files"
+    return None
+
+
 def _open(classes: Any, model: Model, key: str, attention_name: str) -> StoredModel:
     """Open the model of `model.path` with its class in a table of transformers.
 
@@ -100,7 +134,7 @@ def _open(classes: Any, model: Model, key: str, attention_name: str) -> StoredMo
     if model.path is None:
         raise NotInPartsError("its weights are new")
     if model.trust_remote_code:
-        raise NotInPartsError("model.trust_remote_code=true: custom code may load weights in its own way")
+        raise NotInPartsError(_OWN_CODE)
     attention.register()
     arguments = hub_arguments(model.path, model, key)
     config = load_config(model, key=key)
@@ -124,14 +158,8 @@ def _open_files(
 ) -> StoredModel:
     """Open the files that `from_pretrained` would load, with one attention implementation."""
     kind = _get_model_class(config, classes)
-    if kind.config_class is not type(config) or kind.is_remote_code():
-        raise NotInPartsError(f"{kind.__name__} isn't the class of a {config.model_type}")
-    settings = config.to_dict()
-    for setting in ("quantization_config", "fusion_config", "transformers_weights"):
-        if settings.get(setting) is not None:
-            raise NotInPartsError(f"its config has {setting}")
-    if "extra_files" in dir(config) and type(config).extra_files:  # transformers before 5.20 has no such attribute
-        raise NotInPartsError("it has further weight files")
+    if (reason := _why_whole(kind, config)) is not None:
+        raise NotInPartsError(reason)
     folder = Path(name).expanduser()
     source = str(folder) if folder.exists() else name
     download = {name: value for name, value in arguments.items() if name != "trust_remote_code"}

@@ -86,6 +86,27 @@ def uneven_weight(model: nn.Module, num_shards: int, *, experts: bool = True) ->
     return None
 
 
+def empty_part(model: nn.Module, num_ranks: int) -> tuple[str, int] | None:
+    """Return the name of a weight of which some rank would get nothing, and the size of its axis.
+
+    Each rank but the last gets as much as the first: of 9 rows, four ranks get 3, 3, 3 and 0. FSDP can't shard such a
+    part.
+
+    Args:
+        model: of a family that `split_problem` accepts.
+        num_ranks: ranks that share the weights.
+    """
+    for name, module in model.named_modules():
+        way = _way(name, module)
+        for key, weight in _own(module) if way is not None else ():
+            placement = _placement(way, weight)
+            if isinstance(placement, Shard):
+                size = weight.shape[placement.dim]
+                if (num_ranks - 1) * -(-size // num_ranks) >= size:
+                    return f"{name}.{key}", size
+    return None
+
+
 def split_weights(root: nn.Module, split: WeightSplit) -> None:
     """Keep this rank's part of each weight, in place, and have modules compute with it.
 

@@ -256,7 +256,7 @@ METRICS: dict[str, Metric] = {
         "TFLOP/s",
         "FLOPs that a role's model needs for the real tokens of a phase, over the time of its slowest rank, per rank. "
         "Padding and recomputed activations don't count. Phases are actor_logprobs, actor_update, reference_logprobs, "
-        "critic_values and critic_update.",
+        "critic_values, critic_update and reward_model_scores.",
     ),
     "perf/mfu/<name>": Metric(
         "fraction",

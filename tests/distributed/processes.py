@@ -24,9 +24,7 @@ def _rank(store: str, rank: int, size: int, timeout_s: float, function: Callable
         torch.distributed.destroy_process_group()
 
 
-def on_ranks(
-    tmp_path: Path, size: int, function: Callable, *arguments: object, timeout_s: float = 30
-) -> list[Any]:
+def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object, timeout_s: float = 30) -> list[Any]:
     """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
     with ProcessPoolExecutor(size, mp_context=fork_context()) as pool:
         store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"

@@ -1,7 +1,7 @@
 """Ranks that share rows, on four processes: data parallelism 2 × tensor parallelism 2."""
 
-from collections.abc import Iterator
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 

@@ -1,12 +1,18 @@
 """Rates of phases, from FLOPs that were counted and times that ranks measured."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlpack.config.schema import Actor
 from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.value_models import RewardModel
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.usage import Measured, Usage, UsageLog
 from rlpack.models.flops import ModelFlops
@@ -16,6 +22,7 @@ from rlpack.recipes.driver.performance import PerformanceMeter, flops_of_roles
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
+from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import tiny_config
 
 GIB = 2**30
@@ -89,3 +96,32 @@ def test_frozen_weights_count_as_not_trained() -> None:
 
     assert trained() == 1.0
     assert trained(lora=Lora(rank=1)) < trained(optimizer=Optimizer(freeze=("*mlp*",))) < 1.0
+
+
+def test_a_reward_model_has_the_flops_that_torch_counts_of_its_own_architecture(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    settings = AutoConfig.for_model("llama", **shape, vocab_size=53, num_labels=1, pad_token_id=0)
+    settings.save_pretrained(tmp_path)
+    config = tiny_config(reward_model=RewardModel(path=str(tmp_path)))
+    flops = flops_of_roles(config, build_meta_model(config.model, vocab_size=53))["reward_model"]
+    model = AutoModelForSequenceClassification.from_config(settings, attn_implementation="eager")
+    ids = torch.arange(16)[None] + 1
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model(input_ids=ids, use_cache=False)
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    assert flops.forward(np.array([16]), 16) == counter.get_total_flops() - attention / 2
+
+
+def test_scores_of_a_reward_model_are_a_phase() -> None:
+    group, current = MeasuredRanks(), step()
+    made = meter(group)
+    made = replace(made, groups={"reward_model": made.groups["actor"]}, flops={"reward_model": made.flops["actor"]},
+                   peaks={"reward_model": made.peaks["actor"]})  # fmt: skip
+    plan = make_plan([10, 30], Batching(max_tokens=64), dp_size=2)
+    made.count(current, "reward_model", RewardModelWorker.score, plan, torch.zeros(0))
+    group.log.unwrap("reward_model", "score", {0: Measured(None, Usage(2.0))})
+    body = 40e9 + (100 + 900) * 1e6
+    assert made.metrics(current, 1.0) == {
+        "perf/tflops/reward_model_scores": pytest.approx(body / 2.0 / 2 / 1e12),
+        "perf/mfu/reward_model_scores": pytest.approx(body / 2.0 / 4e12),
+    }

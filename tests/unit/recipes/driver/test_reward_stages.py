@@ -8,7 +8,9 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.errors import RoleError
-from rlpack.packing import Batching
+from rlpack.models.flops import ModelFlops
+from rlpack.packing import Batching, Cost
+from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -150,3 +152,20 @@ def test_a_part_of_rows_that_batching_drops_may_come_back_in_other_types(tmp_pat
     assert scored["valid"].tolist() == [True, False, True]
     assert torch.equal(scored["marks"].lengths, rollouts["input_ids"].lengths)
     assert not scored["marks"].rows()[1].any()
+
+
+def test_the_flops_of_every_scored_part_count_in_the_step_that_waits_for_them(tmp_path: Path):
+    session = session_of(tmp_path)
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        zeros = torch.zeros(batch.num_rows)
+        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0})
+
+    set_group(session, "reward", score=score)
+    set_group(session, "reward_model", score=score)
+    flops = {"reward_model": ModelFlops(Cost(linear=1.0, quadratic=0.0))}
+    session.performance = PerformanceMeter(session.groups, flops)
+    step, parts = session.begin_step(1), (tiny_rollouts([(2, 4)]), tiny_rollouts([(3, 9)]))
+    scored_by(session, *parts, step=step)
+    tokens = sum(int(part["input_ids"].lengths.sum()) for part in parts)
+    assert step.work == {("reward_model", "score"): tokens}

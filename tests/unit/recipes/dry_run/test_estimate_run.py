@@ -10,13 +10,13 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.role_batching import ForwardBatching
-from rlpack.config.sections.value_models import Critic
+from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
 from rlpack.models.memory_simulation import ModelMemory
@@ -25,7 +25,8 @@ from rlpack.recipes.dry_run.changes import smaller, with_value
 from rlpack.recipes.dry_run.estimate_run import MemoryLimits, main, open_estimator
 from rlpack.recipes.dry_run.memory_report import change_lines, verdict
 from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
-from tests.builders import tiny_config
+from rlpack.recipes.dry_run.whole_models import bytes_at_start
+from tests.builders import tiny_config, tiny_tokenizer
 
 DATA = Data(generator={"train_size": 32, "validation_size": 4}, completion_column="demonstration", max_prompt_tokens=64)
 TRAINER = Trainer(prompts_per_step=8, group_size=4, mini_batch_size=16)
@@ -154,8 +155,47 @@ def test_no_weight_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stored = config(model=Model(path=str(tmp_path), tokenizer=_tokenizer(tmp_path)), placement=gpus(2, address="auto"))
     before = path.stat().st_blocks
     assert not main(stored, 20, print)
-    assert "start: the whole new model" not in capsys.readouterr().out
+    assert "start: the whole model" not in capsys.readouterr().out
     assert path.stat().st_blocks == before
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("why", ["", "custom code", "fused", "classifier", "fused classifier"])
+def test_a_model_that_ranks_load_whole_counts_as_they_start(why: str, tmp_path: Path):
+    """What ranks load whole, they say themselves; the bytes are those of the weights in fp32."""
+    tokenizer = tiny_tokenizer()
+    is_classifier = "classifier" in why
+    kind = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    labels = {"num_labels": 1} if is_classifier else {}
+    model = kind.from_config(AutoConfig.for_model("llama", **TINY, **labels, vocab_size=len(tokenizer)))
+    model.save_pretrained(tmp_path)
+    if "fused" in why:
+        text = json.loads((tmp_path / "config.json").read_text()) | {"fusion_config": {}}
+        (tmp_path / "config.json").write_text(json.dumps(text))
+    given = {"trust_remote_code": True, "revision": "0" * 40} if why == "custom code" else {}
+    section = Model(path=str(tmp_path), **given)
+    stored = config(model=section, reward_model=RewardModel(path=str(tmp_path)))
+    expected = 4 * sum(weight.numel() for weight in model.parameters()) if why not in ("", "classifier") else 0
+    if is_classifier:
+        assert bytes_at_start(stored, "reward_model", tokenizer) == expected - 4 * 32 * bool(
+            expected
+        )  # without its head
+        return
+    for role in ("actor", "critic", "reference"):
+        assert bytes_at_start(stored, role, tokenizer) == expected
+
+
+def test_a_small_new_model_and_one_that_reads_values_while_it_is_built_count_as_ranks_start():
+    tokenizer, sizes = tiny_tokenizer(), TINY | {"model_type": "llama"}
+    small, large = (config(model=Model(config=sizes | {"hidden_size": size})) for size in (32, 2048))
+    assert bytes_at_start(small, "actor", tokenizer) > 0
+    assert bytes_at_start(large, "actor", tokenizer) == 0
+    model = {"model_type": "modernbert-decoder", "hidden_size": 1024, "num_hidden_layers": 8, "intermediate_size": 4096}
+    model |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    model |= {"num_attention_heads": 16}
+    assert bytes_at_start(config(model=Model(config=model)), "actor", tokenizer) > 128 * 2**20
 
 
 def _tokenizer(folder: Path) -> str:

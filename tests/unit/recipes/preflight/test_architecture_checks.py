@@ -190,6 +190,28 @@ def test_every_remedy_for_a_model_is_accepted(kind, dp_shard):
     assert found > 20
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "settings", "message"),
+    [
+        (9, {}, r"embed_tokens\.weight with an axis of 9, .* for the last of the 4 ranks of .*\.tp; set .*\.tp=2$"),
+        (10, {}, ""),  # 3, 3, 3 and 1
+        (53, {"intermediate_size": 6}, r"gate_proj\.weight with an axis of 6, .* set actor\.parallel\.tp=2$"),
+        (53, {"intermediate_size": 7}, ""),
+    ],
+)
+def test_every_rank_gets_a_part_of_every_split_weight(vocabulary, settings, message):
+    placement, actor = Placement(pools={"main": Pool(ranks=4)}), Actor(parallel=Parallel(tp=4))
+    shape = {"model_type": "qwen2", **SIZES, "num_key_value_heads": 4, "intermediate_size": 48, **settings}
+    config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
+    built = build_meta_model(config.model, vocab_size=vocabulary)
+    if not message:
+        check_packing(config, "actor", built)
+        return
+    with pytest.raises(ModelError, match=message):
+        check_packing(config, "actor", built)
+    check_packing(with_sizes(config, "actor", tp=2), "actor", built)
+
+
 def test_experts_that_ranks_can_divide_pass():
     layouts = (4, {"ep": 2}), (6, {"ep": 6}), (6, {"ep": 3, "tp": 2}), (12, {"ep": 2, "dp_replicate": 3})
     for ranks, parallel in (*layouts, (2, {"ep": 2, "cp": 2})):
