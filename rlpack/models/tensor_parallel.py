@@ -98,7 +98,9 @@ def empty_part(model: nn.Module, num_ranks: int) -> tuple[str, int] | None:
     """
     for name, module in model.named_modules():
         way = _way(name, module)
-        for key, weight in _own(module) if way is not None else ():
+        if way is None:
+            continue
+        for key, weight in _own(module):
             placement = _placement(way, weight)
             if isinstance(placement, Shard):
                 size = weight.shape[placement.dim]
