@@ -139,8 +139,9 @@ def _key_of(config: Config, role: str, name: str, *, forward: bool) -> str:
 
 def _own_value(config: Config, role: str, name: str, *, forward: bool) -> int:
     """Return the value that is set for a role, before ranks that share tokens change it."""
-    sections = own_forward_batching(config, role) if forward else None, own_batching(config, role), config.batching
-    return next(value for section in sections if (value := getattr(section, name, None)) is not None)
+    sections = *((own_forward_batching(config, role),) if forward else ()), own_batching(config, role)
+    own = (getattr(section, name) for section in sections)
+    return next((value for value in own if value is not None), getattr(config.batching, name))
 
 
 def _cp(config: Config, role: str) -> int:

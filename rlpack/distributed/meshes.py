@@ -52,7 +52,11 @@ def new_groups(mesh: Tensor, dim: int, device_type: str, *, shared: bool = True)
 def default_timeout(device_type: str) -> timedelta | None:
     """Return the timeout that the default group was made with; None for a backend without one."""
     backend = cast(Any, _default_group())._get_backend(torch.device(device_type))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    try:
+        options = backend.options
+    except RuntimeError:  # a backend without options
+        return None
+    return None if options is None else options._timeout
 
 
 def _default_group() -> ProcessGroup:
