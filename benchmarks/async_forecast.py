@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.ahead import GROUP, run, write_inputs
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.cli.simulate_async import measured_lengths_and_rates
+from rlpack.cli.rates_of_run import measured_lengths_and_rates
 from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run
 from rlpack.rollout.types import SamplingParams
 from rlpack.worker import sharded

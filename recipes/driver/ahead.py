@@ -134,7 +134,7 @@ class AheadQueue:
         self._begin_until(step.number + self._lead)
         step.lag = int(lags.max()) if lags.numel() else 0
         step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
-        for lag in range(self._max_lag + 1):
+        for lag in self._session.config.trainer.measured_lags:
             step.metrics[f"rollout/lag_share/{lag}"] = float((lags == lag).sum() / max(1, lags.numel()))
         return Batch(rollouts, as_scored)
 
@@ -205,6 +205,7 @@ class AheadQueue:
                     entry |= {
                         "prompts_consumed": context.progress.prompts_consumed,
                         "metrics": context.metrics | context.timer.as_metrics(),
+                        "counts": {} if begun.groups is None else begun.groups.counts,
                     }
                 entries.append(entry)
             document = {
@@ -227,7 +228,8 @@ class AheadQueue:
                 self._start(begun)
         if not self._waiting and not self._draws_ahead:
             begun = self._begun(step.number, step.progress.prompts_consumed)
-            begun.rollouts = begun.context.lease.run(partial(self._draw, begun.context))
+            with step.timer("wait"):
+                begun.rollouts = begun.context.lease.run(partial(self._draw, begun.context))
             self._taken = begun
         else:
             if not self._waiting:
@@ -349,7 +351,7 @@ class AheadQueue:
                 else:
                     self._check_late_window(folder, begun.context.number)
                     assert self._late is not None
-                    self._late.restore(begun)
+                    self._late.restore(begun, entry.get("counts", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"

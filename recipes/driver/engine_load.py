@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rlpack.spans import record_values
 
@@ -41,6 +42,17 @@ class EngineLoad:
         with self._lock:
             self._settle()
             self._rows[rank] += rows
+
+    @contextmanager
+    def busy(self, ranks: int) -> Iterator[None]:
+        """Count the ranks as busy inside the block: for engines that generate whole batches, which end together."""
+        for rank in range(ranks):
+            self.add(rank, 1)
+        try:
+            yield
+        finally:
+            for rank in range(ranks):
+                self.add(rank, -1)
 
     @property
     def in_flight(self) -> dict[int, int]:

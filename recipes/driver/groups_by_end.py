@@ -1,9 +1,15 @@
 """The groups of one batch as they end and are scored, for steps that don't wait for all of them.
 
-Invariant (tests/unit/recipes/driver/test_late_groups.py): every group that is added is popped once.
+Invariants (tests/unit/recipes/driver/test_late_groups.py):
+
+1. every group that is added is popped once;
+2. what is counted as groups are scored is there no later than the groups, so that popping the last ones of a batch
+   and then the counts yields all counts.
 """
 
 import threading
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -17,6 +23,9 @@ from rlpack.recipes.driver.step_context import StepContext
 _COUNTED = frozenset(
     f"reward/{name}" for name in ("timeouts", "errors", "killed", "invalid", "output_bytes", "retries")
 )
+# Threads that wait for scores of one batch. A role scores in about the order of its calls, so that few scores wait for
+# a thread although they are there.
+MOST_THREADS = 16
 # Interval at which a wait for another thread can be interrupted.
 _LOOK_S = 1.0
 
@@ -32,17 +41,22 @@ class GroupsByEnd:
         """
         self._context = context
         self._changed = threading.Condition(threading.RLock())
-        self._num_scoring = self._num_ended = 0
+        self._num_scoring = self._num_ended = self._num_threads = 0
+        self._parts: deque[Batch] = deque()
         self._all: list[BatchedDataDict] = []
         self._ended: list[BatchedDataDict] = []
         self._counts: dict[str, float] = {}
         self._error: BaseException | None = None
 
     def add(self, part: Batch) -> None:
-        """Take groups whose rewards are on their way; a thread waits for these."""
+        """Take groups whose rewards are on their way; one of `MOST_THREADS` threads waits for these."""
         with self._changed:
             self._num_scoring += 1
-        BackgroundCall(partial(self._score, part), name="score")
+            self._parts.append(part)
+            if self._num_threads == MOST_THREADS:
+                return
+            self._num_threads += 1
+        BackgroundCall(self._score_parts, name="score")
 
     def add_scored(self, rollouts: BatchedDataDict) -> None:
         """Take groups that are scored."""
@@ -60,9 +74,9 @@ class GroupsByEnd:
     def all_scored(self) -> BatchedDataDict:
         """Return all groups that were added once they are scored, or raise what a score raised.
 
-        Rewards have a deadline, so this ends.
+        Rewards have a deadline, so this ends. The time is that of `time/reward_s`.
         """
-        with self._changed:
+        with self._context.timer("reward"), self._changed:
             while self._num_scoring and self._error is None:
                 self._changed.wait(_LOOK_S)
             if self._error is not None:
@@ -81,11 +95,33 @@ class GroupsByEnd:
             self._ended.clear()
         return rows
 
+    @property
+    def counts(self) -> dict[str, float]:
+        """Return the failures of scoring roles that were counted and not popped."""
+        with self._changed:
+            return dict(self._counts)
+
     def pop_counts(self) -> dict[str, float]:
         """Return the failures of scoring roles that were counted since the last call."""
         with self._changed:
             counts, self._counts = self._counts, {}
         return counts
+
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Count failures of scoring roles."""
+        with self._changed:
+            for name in _COUNTED & counts.keys():
+                self._counts[name] = self._counts.get(name, 0.0) + counts[name]
+
+    def _score_parts(self) -> None:
+        """Make groups available as they are scored, until none is left or one has failed."""
+        while True:
+            with self._changed:
+                if not self._parts or self._error is not None:
+                    self._num_threads -= 1
+                    return
+                part = self._parts.popleft()
+            self._score(part)
 
     def _score(self, part: Batch) -> None:
         """Make groups available once they are scored."""
@@ -93,17 +129,15 @@ class GroupsByEnd:
         score = partial(part.score, own, part.rollouts)
         try:
             scored = self._context.lease.run(score)
-        except BaseException as error:  # noqa: BLE001 - `wait_for_scores` raises it
+        except BaseException as error:  # noqa: BLE001 - `all_scored` raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
             return
-        self.add_scored(scored)
         with self._changed:
             self._num_scoring -= 1
-            for name in _COUNTED & own.metrics.keys():
-                self._counts[name] = self._counts.get(name, 0.0) + own.metrics[name]
-            self._changed.notify_all()
+            self.add_counts(own.metrics)
+            self.add_scored(scored)
 
 
 def _in_order(parts: list[BatchedDataDict]) -> BatchedDataDict:

@@ -27,7 +27,7 @@ trains on them at its next step. They can't be drawn again without giving long r
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Trainer
@@ -38,7 +38,8 @@ from rlpack.recipes.driver.rollout_stages import report_lengths
 from rlpack.recipes.driver.step_context import StepContext
 
 # Metrics of a draw: known once its prompts are drawn, and once all responses are.
-_OF_PROMPTS, _OF_DRAW = frozenset({"prompts_consumed", "epoch"}), frozenset({"rollout/repeated_rows"})
+_OF_PROMPTS = frozenset({"prompts_consumed", "epoch"})
+_OF_DRAW = frozenset({"rollout/repeated_rows", "perf/group_wait_s"})
 
 
 class LateGroups:
@@ -55,6 +56,7 @@ class LateGroups:
         self._finished: list[BegunBatch] = []
         self._number = 0
         self._taken: BatchedDataDict | None = None
+        self._metrics: dict[str, float] = {}
 
     def take(self, own: BegunBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
         """Return the rows of a step; a step that is run again gets the same.
@@ -71,15 +73,18 @@ class LateGroups:
         """
         if self._number != step.number or self._taken is None:
             self._wait(own, step.number, while_waiting)
-            self._taken, self._number = self._pop(own, step, while_waiting), step.number
+            self._taken, self._metrics = self._pop(own, while_waiting)
+            self._number = step.number
+        step.metrics |= self._metrics
         report_lengths(step, self._taken)
         report_rewards(step, self._taken)
         return self._taken
 
-    def restore(self, batch: BegunBatch) -> None:
-        """Take over what a checkpoint holds of a batch: `rollouts`, which the next step takes."""
+    def restore(self, batch: BegunBatch, counts: Mapping[str, float]) -> None:
+        """Take over what a checkpoint holds of a batch: `rollouts`, which the next step takes, and their failures."""
         assert batch.rollouts is not None
         batch.groups = GroupsByEnd(batch.context)
+        batch.groups.add_counts(counts)
         batch.groups.add_scored(batch.rollouts)
         batch.num_taken = self._trainer.prompts_per_step - batch.rollouts["group_ids"].unique().numel()
         self.batches.append(batch)
@@ -118,8 +123,8 @@ class LateGroups:
         share: float = self._trainer.late_groups.share
         return math.floor(share * self._trainer.prompts_per_step + 1e-9)  # 0.29 · 100 is a little less than 29
 
-    def _pop(self, own: BegunBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
-        """Return all groups that have ended, and record how many of them are late and how many are left."""
+    def _pop(self, own: BegunBatch, while_waiting: Callable[[], None]) -> tuple[BatchedDataDict, dict[str, float]]:
+        """Return all groups that have ended, and metrics: how many of them are late, how many are left, and others."""
         size, parts, left = self._trainer.prompts_per_step, [], []
         metrics = Counter[str]({"rollout/late_groups": 0.0, "rollout/groups_left": 0.0})
         for batch in (*self.batches, own):
@@ -139,8 +144,8 @@ class LateGroups:
             self._finished.append(batch)
             metrics.update(_of_whole_batch(batch.context))
         self.batches = left
-        step.metrics |= metrics | {name: own.context.metrics[name] for name in _OF_PROMPTS & own.context.metrics.keys()}
-        return BatchedDataDict.concat(parts)
+        of_prompts = {name: own.context.metrics[name] for name in _OF_PROMPTS & own.context.metrics.keys()}
+        return BatchedDataDict.concat(parts), metrics | of_prompts
 
 
 def _of_whole_batch(context: StepContext) -> dict[str, float]:

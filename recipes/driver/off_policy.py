@@ -38,17 +38,17 @@ def correct_off_policy(
         LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
     settings, lead = session.config.algorithm.correction, session.config.trainer.lead
-    max_lag = session.config.trainer.max_lag
+    lags = session.config.trainer.measured_lags if lead else range(0)
     if "logprobs" not in rollouts or settings.bypass or not (settings.measures or (lead and not _is_filtered(session))):
         return rollouts
     with step.timer("correction"):
         newest = session.rollout_weights.version if lead else 0
         found = session.actor.with_plan(plan).run(
-            ActorWorker.correct, rollouts, settings, newest=newest, lead=max_lag if lead else None
+            ActorWorker.correct, rollouts, settings, newest=newest, lead=lags[-1] if lags else None
         )
     tokens = rollouts["response_tokens"]
     step.metrics |= mismatch_metrics(_sums(found, ""), tokens)
-    for lag in range(max_lag + 1 if lead else 0):
+    for lag in lags:
         sums = _sums(found, f"lag{lag}_")
         own = mismatch_metrics(sums, sums["mismatch_tokens"])
         step.metrics |= {name.replace("mismatch/", f"mismatch/lag_{lag}/"): value for name, value in own.items()}

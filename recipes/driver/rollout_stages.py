@@ -185,7 +185,8 @@ def sample_responses(
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
-        generated = session.rollout.run(RolloutWorker.generate, part, params)
+        with session.engine_access.load.busy(session.rollout.dp_size):
+            generated = session.rollout.run(RolloutWorker.generate, part, params)
         parts.append(generated.union(dict(part.drop(["seeds", *(name for name in part if name in generated)]))))
         if on_part is not None:
             on_part(parts[-1])

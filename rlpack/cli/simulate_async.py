@@ -1,17 +1,16 @@
 """`rlpack simulate LENGTHS --async`: leads, and the ranks for training and for engines, from measured rates."""
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
+from rlpack.cli.rates_of_run import late_window, measured_lengths_and_rates
 from rlpack.cli.tables import table
 from rlpack.data.length_files import read_lengths
 from rlpack.packing.analysis.running_ahead import (
@@ -19,9 +18,7 @@ from rlpack.packing.analysis.running_ahead import (
     RunForecast,
     Setup,
     forecast_run,
-    generation_over_longest,
     setups,
-    with_mean,
 )
 from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.errors import PackingError
@@ -30,9 +27,7 @@ from rlpack.packing.request import MAX_RANKS
 FLAG = "--async"
 _WRONG_ARGUMENTS, _WRONG_DATA = 2, 3
 _TRACE_ROWS = 16_384
-_LONGEST_LEAD = 64
-# A run's first steps, which load and compile.
-_SKIPPED = 2
+_LONGEST_LEAD, _LARGEST_LIMIT = 64, 1000
 # Option, type and help; the defaults are those of `Rates`.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("slots", int, "responses that an engine generates at once"),
@@ -71,7 +66,9 @@ def _parser() -> OptionParser:
     parser.add_argument("--longest", type=int, help="longest response of a synthetic trace (8192)")
     parser.add_argument("--ranks", help="ranks in all, for training and engines (8)")
     parser.add_argument("--leads", help="values of trainer.lead, separated by commas (0,1,2,4)")
-    parser.add_argument("--max-staleness", type=int, help="leave out setups with staler responses (no limit)")
+    parser.add_argument(
+        "--max-staleness", help="leave out setups whose responses may be more policy versions old (no limit)"
+    )
     for name, kind, meaning in _OPTIONS:
         parser.add_argument(f"--{name}", type=kind, help=meaning)
     return parser
@@ -79,6 +76,9 @@ def _parser() -> OptionParser:
 
 def _simulate(given: argparse.Namespace) -> None:
     """Print the best split of each lead, and the best of all."""
+    limit = None
+    if given.max_staleness is not None:
+        limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
     lengths, measured = _lengths_and_rates(given)
     rates, ranks = _with_options(measured, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
@@ -87,28 +87,45 @@ def _simulate(given: argparse.Namespace) -> None:
         f"{rates.rows_per_step:,} a step; {rates.slots:,} at once in an engine, {1e3 * rates.token_s:.3g} ms a token; "
         f"training {rates.train_tokens_per_s:,.0f} tokens/s a rank; publication {rates.publish_s:.3g} s"
     )
-    best: dict[tuple[int, str], tuple[Setup, RunForecast]] = {}
-    for setup in setups(ranks, tuple(dict.fromkeys(leads))):
-        found = forecast_run(lengths, rates, setup)
-        if given.max_staleness is not None and found.staleness_max > given.max_staleness:
+    window = late_window(Path(given.lengths))
+    if window > 1:
+        print(
+            f"trainer.late_groups.window={window} of the run is not simulated, but adds {window - 1} to the bound of "
+            "setups with in_flight"
+        )
+    every = list(setups(ranks, tuple(dict.fromkeys(leads))))
+    bounds = {_name(setup): _bound(setup, window) for setup in every}
+    left_out = [] if limit is None else [name for name, bound in bounds.items() if bound > limit]
+    best: dict[str, tuple[Setup, RunForecast]] = {}
+    for setup in every:
+        name = _name(setup)
+        if name in left_out:
             continue
-        key = (setup.lead, setup.publish)
-        if key not in best or found.step_s < best[key][1].step_s:
-            best[key] = (setup, found)
+        found = forecast_run(lengths, rates, setup)
+        if name not in best or found.step_s < best[name][1].step_s:
+            best[name] = (setup, found)
     if not best:
-        raise PackingError(f"no setup keeps --max-staleness {given.max_staleness}; raise it, or include 0 in --leads")
+        raise PackingError(f"no setup keeps --max-staleness {limit}; raise it, or include 0 in --leads")
+    if left_out:
+        texts = ", ".join(f"{name} (up to {bounds[name]})" for name in left_out)
+        print(f"left out by --max-staleness {limit}: {texts}")
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
-    print(table(header, [_cells(setup, found) for setup, found in best.values()]))
+    print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
 
 
-def _cells(setup: Setup, found: RunForecast) -> list[str]:
+def _bound(setup: Setup, window: int) -> int:
+    """Return how many policy versions old a token may be, however long responses take; see `Trainer.max_lag`."""
+    return setup.lead + (window - 1 if setup.lead and setup.publish == "in_flight" else 0)
+
+
+def _cells(setup: Setup, found: RunForecast, bound: int) -> list[str]:
     return [
         _name(setup),
         *(f"{setup.engine_ranks:,}", f"{setup.train_ranks:,}", f"{3600 / found.step_s:,.0f}", f"{found.step_s:.3g}"),
         *(f"{100 * found.training_idle:.0f}", f"{100 * found.engines_idle:.0f}"),
-        f"{found.staleness_mean:.2f}, at most {found.staleness_max}",
+        f"{found.staleness_mean:.2f}, largest seen {found.staleness_max}, bound {bound}",
     ]
 
 
@@ -136,78 +153,13 @@ def _lengths_and_rates(given: argparse.Namespace) -> tuple[np.ndarray, Rates]:
     if given.lengths in TRACES:
         return trace(given.lengths, _TRACE_ROWS, given.longest), Rates()
     if path.is_dir():
-        return measured_lengths_and_rates(path)
+        return measured_lengths_and_rates(path, None if given.token_ms is None else given.token_ms / 1e3)
     if not path.exists() and not path.suffix:
         raise DataError(
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, or one of "
             f"{', '.join(TRACES)}"
         )
     return read_lengths(path, given.column), Rates()
-
-
-def measured_lengths_and_rates(run_dir: Path) -> tuple[np.ndarray, Rates]:
-    """Return what a run has measured, its first steps left out.
-
-    Raises:
-        DataError: it has taken too few steps with generation.
-    """
-    from rlpack.cli.plan_from_run import read_record
-    from rlpack.observe.run_dir import METRICS
-    from rlpack.observe.sinks import read_records
-
-    record = read_record(run_dir)
-    steps = [
-        one
-        for one in read_records(run_dir / METRICS)
-        if one["phase"] == "train" and one.get("rollout/response_tokens_max", 0) > 0
-    ][_SKIPPED:]
-    if not steps:
-        raise DataError(f"{run_dir} has no more than {_SKIPPED} steps that generate; give a longer run, or lengths")
-    rows = len(record.lengths)
-    prompt = max(
-        0.0,
-        statistics.median(
-            one.get("packing/real_tokens", 0.0) / rows - one["rollout/response_tokens_mean"] for one in steps
-        ),
-    )
-    mean = statistics.fmean(one["rollout/response_tokens_mean"] for one in steps)
-    responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
-    slots, engines = _slots_and_engines(run_dir, rows)
-    waits = ("time/drain_s",) if any("rollout/lag" in one for one in steps) else ("time/generate_s",)
-    train_s = statistics.median(
-        one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
-    )
-    tokens = _median(steps, "packing/real_tokens")
-    rates = Rates(
-        token_s=statistics.median(one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps)
-        / generation_over_longest(responses, rows, slots * engines),
-        slots=slots,
-        train_tokens_per_s=tokens / max(train_s, 1e-9) / record.num_ranks,
-        publish_s=_median(steps, "time/sync_s"),
-        prompt_tokens=prompt,
-        rows_per_step=rows,
-    )
-    return responses, rates
-
-
-def _slots_and_engines(run_dir: Path, rows: int) -> tuple[int, int]:
-    """Return how many responses an engine of a run generates at once, and the number of engines.
-
-    Without the run's configuration, one engine that generates all of them.
-    """
-    from rlpack.observe.run_dir import read_config
-
-    config = read_config(run_dir)
-    try:
-        pool = config["placement"]["roles"].get("rollout", "main")
-        engines = int(config["placement"]["pools"][pool]["ranks"])
-        return min(rows, int(config["rollout"]["max_num_seqs"])), engines
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return rows, 1
-
-
-def _median(steps: Sequence[dict[str, Any]], name: str) -> float:
-    return float(statistics.median(one.get(name, 0.0) for one in steps))
 
 
 def _with_options(rates: Rates, given: argparse.Namespace) -> Rates:

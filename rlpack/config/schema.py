@@ -50,6 +50,7 @@ class Trainer(Section):
     lead: int = Field(
         default=0,
         ge=0,
+        le=64,
         description="How many steps ahead batches are generated: 0 to alternate generation and training; 1 to generate "
         "the next batch while the actor trains on the current one, with weights that are one policy version older; "
         "more only with rollout.publish=in_flight. Above 0, the role rollout needs a pool of its own.",
@@ -65,6 +66,11 @@ class Trainer(Section):
     def max_lag(self) -> int:
         """Policy versions that the oldest token of a batch may be behind the newest."""
         return self.lead + self.late_groups.window - 1
+
+    @property
+    def measured_lags(self) -> range:
+        """Lags with metrics of their own: those up to `max_lag` that occur, since step b is at most b - 1 behind."""
+        return range(min(self.max_lag, self.steps - 1) + 1)
 
 
 class SFTWarmup(Section):

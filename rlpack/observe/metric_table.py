@@ -267,12 +267,15 @@ METRICS: dict[str, Metric] = {
         "fraction", "Share of the step in which the trainer waited for batches that are being drawn (trainer.lead)."
     ),
     "perf/engine_idle_share": Metric(
-        "fraction", "Share of the step in which an engine had no response to generate, the mean over engines (vllm)."
+        "fraction",
+        "Share of the step in which an engine had no response to generate, the mean over engines. With hf, all engines "
+        "are busy until the last response of a call ends.",
     ),
     "perf/group_wait_s": Metric(
         "s",
         "Mean time that a complete response waited for the last one of its batch (vllm), summed over the rounds "
-        "of recipe=dapo; it is long if few responses are much longer than the others.",
+        "of recipe=dapo; it is long if few responses are much longer than the others. With trainer.late_groups, summed "
+        "over the batches whose last groups the step takes.",
     ),
     "perf/memory_resident": Metric(
         "bytes", "Peak resident memory of a rank's process since its start, of the rank with most."

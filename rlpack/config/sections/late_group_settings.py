@@ -10,6 +10,7 @@ class LateGroupSettings(Section):
 
     window: Count = Field(
         default=1,
+        le=64,
         description="Number of steps in which the groups of a batch may be trained on. Groups that are not finished "
         "when their step begins can be used by one of the next window - 1 steps, so that training waits for fewer "
         "stragglers. Tokens are then up to trainer.lead + window - 1 policy versions old, and which groups a step "

@@ -27,9 +27,83 @@ def test_the_best_setup_comes_with_its_keys(capsys: pytest.CaptureFixture[str]):
 
 def test_a_bound_on_staleness_leaves_out_longer_leads(capsys: pytest.CaptureFixture[str]):
     assert simulate("lognormal", "--ranks", "4", "--max-staleness", "1") == 0
-    assert "lead 2" not in capsys.readouterr().out
+    assert "\nlead 2" not in capsys.readouterr().out
     assert simulate("lognormal", "--ranks", "4", "--leads", "2", "--max-staleness", "1") == 2
     assert "no setup keeps --max-staleness 1; raise it, or include 0 in --leads" in capsys.readouterr().err
+
+
+def test_the_bound_on_staleness_is_the_proved_one_not_the_largest_that_was_seen(
+    capsys: pytest.CaptureFixture[str],
+):
+    # Training takes most of the time, so no response gets as old as the lead allows.
+    words = ("lognormal", "--ranks", "4", "--leads", "0,2,8", "--train-tokens-per-s", "100", "--publish-s", "0")
+    assert simulate(*words) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lead 8"))
+    assert int(re.search(r"largest seen (\d+), bound 8", line)[1]) <= 8
+    assert simulate(*words, "--max-staleness", "2") == 0
+    out = capsys.readouterr().out
+    assert "left out by --max-staleness 2: lead 8, in_flight (up to 8)\n" in out
+    assert [line[:6] for line in out.splitlines() if line.startswith("lead ")] == ["lead 2"]
+
+
+def in_flight_run(folder: Path, window: int = 1, *, with_engines: bool = True) -> None:
+    """Write a run whose steps wait 3 of 5.5 s; each engine runs 4 responses and makes 80 tokens a second."""
+    PlanRecord(6, (30, 50, 30, 50), Batching(max_tokens=64), num_ranks=2).write(folder / LENGTHS)
+    (folder / CONFIG).write_text(
+        "placement: {pools: {main: {ranks: 2}, engines: {ranks: 1}}, roles: {rollout: engines}}\n"
+        "rollout: {max_num_seqs: 4, publish: in_flight}\n"
+        f"trainer: {{lead: 2, prompts_per_step: 2, group_size: 2, late_groups: {{window: {window}}}}}\n"
+    )
+    shared = {"phase": "train", "time_s": 1.0, "rollout/response_tokens_mean": 30.0, "rollout/lag": 1.0}
+    shared |= {"rollout/response_tokens_max": 40.0, "time/step_s": 5.5, "time/wait_s": 3.0, "time/sync_s": 0.5}
+    left = (1, 0, 1, 1, 0, 0) if window > 1 else (0,) * 6
+    steps = []
+    for number, (before, after) in enumerate(zip((0, *left), left, strict=False), start=1):
+        one = shared | {"step": number, "packing/real_tokens": 2 * (2 + before - after) * 40.0}
+        if window > 1:
+            one |= {"rollout/groups_left": float(after)}
+        if not after:  # a batch ended, which took longer than a step
+            one |= {"time/generate_s": 9.0}
+        steps.append(one)
+    (folder / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps))
+    spans, second = folder / "spans", 10**6
+    spans.mkdir()
+    values = [["engine", at * second, second, {"running": 4.0, "waiting": 9.0, "tokens": 80}] for at in range(20, 30)]
+    slow = [["engine", 0, 20 * second, {"running": 4.0, "waiting": 0.0, "tokens": 1}]]  # it compiles
+    driver = [[f"train step {number}", 10 * number * second, 9 * second, "MainThread"] for number in range(6)]
+    files = {"driver": driver, "main/0": values[:1] + slow}
+    if with_engines:
+        files["engines/0"] = slow + values
+    for process, lines in files.items():
+        head = {"process": process, "pid": 1, "host": "node"}
+        text = "".join(json.dumps(line) + "\n" for line in [head, *lines])
+        (spans / f"{process.replace('/', '-')}.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_rates_of_a_run_in_flight_leave_out_waits_of_training_and_of_responses(
+    tmp_path: Path, window: int, capsys: pytest.CaptureFixture[str]
+):
+    in_flight_run(tmp_path, window)
+    assert simulate(str(tmp_path), "--ranks", "3", "--leads", "2") == 0
+    said = capsys.readouterr().out
+    # 160 tokens in 5.5 - 3.0 - 0.5 s on 2 ranks, and 4 responses of 20 tokens in a second.
+    assert "4 a step; 4 at once in an engine, 50 ms a token; training 40 tokens/s a rank; publication 0.5 s" in said
+    assert "responses of 30 tokens in the mean" in said
+    assert f"bound {2 + window - 1}\n" in said
+    assert ("trainer.late_groups.window=2 of the run is not simulated, but adds 1 to the bound" in said) == (window > 1)
+
+
+def test_a_run_in_flight_that_does_not_tell_the_time_per_token_needs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    in_flight_run(tmp_path, with_engines=False)
+    assert simulate(str(tmp_path), "--ranks", "3") == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rollout.publish=in_flight, whose time/generate_s includes waits for other batches" in line
+    assert line.endswith("give --token-ms")
+    assert simulate(str(tmp_path), "--ranks", "3", "--token-ms", "25") == 0
+    assert "25 ms a token; training 40 tokens/s a rank" in capsys.readouterr().out
 
 
 def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -82,6 +156,8 @@ def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its
     [
         (("lognormal", "--ranks", "1"), 2, "--ranks is 1; it has to be a whole number from 2 to"),
         (("lognormal", "--leads", "1,x"), 2, "--leads is x; it has to be a whole number from 0 to 64"),
+        (("lognormal", "--max-staleness", "-1"), 2, "--max-staleness is -1; it has to be a whole number from 0 to"),
+        (("lognormal", "--max-staleness", "x"), 2, "--max-staleness is x; it has to be a whole number from 0 to"),
         (("lognormal", "--slots", "0"), 2, "slots is 0; it has to be finite and above 0"),
         (("nothing",), 3, "nothing is neither a file nor a synthetic trace"),
         (("lognormal", "--column", "n"), 2, "--column has no effect on lognormal; remove it"),

@@ -15,7 +15,7 @@ from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.config.schema import Trainer
+from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
@@ -135,6 +135,32 @@ def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publicati
         queue.publish(step)
         assert all(begun.is_drawn for begun in queue._waiting)
     assert engines.threads == ["MainThread", "draw", "draw"]
+
+
+def test_the_trainer_is_idle_while_the_first_batch_is_drawn(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=1)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        time.sleep(0.3)
+        return engines.draw(session, step)
+
+    walk(session, AheadQueue(session, draw), engines)
+    (record,) = run_of(session).records
+    assert record["time/wait_s"] >= 0.3
+    assert 0.5 < record["perf/trainer_idle_share"] <= 1.0
+
+
+def test_only_lags_that_occur_have_a_metric(tmp_path: Path, publications: Any):
+    session = session_of(
+        tmp_path, trainer=Trainer(steps=3, lead=64), rollout=Rollout(engine="vllm", publish="in_flight")
+    )
+    engines = publications(Engines(session))
+    walk(session, AheadQueue(session, engines.draw), engines)
+    for record in run_of(session).records:
+        shares = {name: value for name, value in record.items() if name.startswith("rollout/lag_share/")}
+        assert set(shares) == {f"rollout/lag_share/{lag}" for lag in range(3)}
+        assert sum(shares.values()) == pytest.approx(1.0)
 
 
 def test_versions_are_read_before_the_next_draw_occupies_the_engines(tmp_path: Path, publications: Any):

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver import ahead, begun_batch
 from rlpack.recipes.driver.ahead import AheadQueue
-from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.draws import Batch
+from rlpack.recipes.driver.groups_by_end import MOST_THREADS, GroupsByEnd
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -126,8 +128,14 @@ class ManualGroups:
                     "rewards": torch.tensor([float(uid)]),
                     "valid": torch.tensor([True]),
                 }
-                on_groups(Batch(BatchedDataDict(columns, row_ids=[uid % 10]), as_scored))
+                on_groups(Batch(BatchedDataDict(columns, row_ids=[uid % 10]), one_timeout))
             left = left - set(ended)
+        step.metrics["perf/group_wait_s"] = 0.25
+
+
+def one_timeout(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    step.metrics["reward/timeouts"] = 1.0
+    return rollouts
 
 
 class ManualWeights:
@@ -163,6 +171,10 @@ def test_a_step_takes_what_has_ended_and_waits_for_groups_whose_window_closes(tm
     records = run_of(groups.session).records
     assert [record["rollout/late_groups"] for record in records][:2] == [0.0, 2.0]
     assert [record["rollout/groups_left"] for record in records][0::3] == [2.0, 0.0]
+    # What is counted for a group, or for a whole batch, is in one step's metrics.
+    assert sum(record.get("reward/timeouts", 0.0) for record in records) == 4 * PROMPTS
+    assert sum(record.get("perf/group_wait_s", 0.0) for record in records) == 4 * 0.25
+    assert all(("time/reward_s" in record) == ("perf/group_wait_s" in record) for record in records)
 
 
 def test_late_groups_that_are_too_old_end_the_run(tmp_path: Path):
@@ -191,6 +203,78 @@ def test_a_group_that_can_not_be_scored_fails_its_step(tmp_path: Path):
     groups.queue = AheadQueue(groups.session, draw, draw_one)
     with pytest.raises(RoleError, match="it died"):
         groups.queue.take(next(groups.session.steps("train", 2)))
+
+
+class YieldingLock:
+    """A lock that the main thread gets whenever a thread that scores releases it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.release()
+        if threading.current_thread().name == "score":
+            time.sleep(0.1)
+
+
+def groups_by_end(folder: Path) -> GroupsByEnd:
+    return GroupsByEnd(session_of(folder).begin_step(1))
+
+
+def one_group(number: int) -> BatchedDataDict:
+    return BatchedDataDict({"group_ids": torch.tensor([number])}, row_ids=[number])
+
+
+def test_whoever_has_the_last_group_has_its_counts(tmp_path: Path):
+    groups = groups_by_end(tmp_path)
+    groups._changed = threading.Condition(cast(Any, YieldingLock()))
+    groups.add(Batch(one_group(0), one_timeout))
+    assert groups.wait(1, timeout_s=10.0)
+    assert groups.pop() is not None
+    assert groups.pop_counts() == {"reward/timeouts": 1.0}
+
+
+def test_few_threads_wait_for_many_slow_scores(tmp_path: Path):
+    groups, go_on = groups_by_end(tmp_path), threading.Event()
+
+    def slow(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        assert go_on.wait(30.0)
+        return one_timeout(step, rollouts)
+
+    before = threading.active_count()
+    for number in range(300):
+        groups.add(Batch(one_group(number), slow))
+    assert threading.active_count() <= before + MOST_THREADS
+    go_on.set()
+    assert groups.all_scored().row_ids.tolist() == list(range(300))
+    assert groups.pop_counts() == {"reward/timeouts": 300.0}
+
+
+def test_failures_of_late_groups_that_were_scored_before_a_checkpoint_are_those_of_the_resumed_run(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=4, window=2)
+    groups.allow(10, 11)
+    step = next(groups.session.steps("train", 4))
+    groups.queue.take(step)
+    assert step.metrics["reward/timeouts"] == 2.0
+    groups.session.progress = step.progress
+    groups.allow(12, 13)
+    (tmp_path / "step-1").mkdir()
+    groups.queue.save(tmp_path / "step-1")
+    resumed = ManualGroups(tmp_path, steps=4, window=2)
+    resumed.session.restored, resumed.session.progress = tmp_path / "step-1", step.progress
+    resumed.queue = AheadQueue(resumed.session, draw, resumed.draw_groups)
+    resumed.weights.version += 1
+    resumed.allow(20, 21, 22, 23)
+    second = next(resumed.session.steps("train", 4))
+    taken = resumed.queue.take(second).rollouts["uid"]
+    assert list(taken)[:2] == ["12", "13"]
+    assert second.metrics["reward/timeouts"] == len(taken)
 
 
 def test_late_groups_in_a_checkpoint_are_refused_if_they_are_too_late_for_the_window(tmp_path: Path):

@@ -197,6 +197,21 @@ def test_metrics_of_a_lag_are_those_of_its_tokens(tmp_path: Path):
         assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
 
 
+def test_lags_that_no_step_of_the_run_reaches_cost_nothing(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(weights="token"), old, lead=64)
+    updates.session.config.trainer.__dict__["steps"] = 3
+    asked = []
+
+    def correct(batch: BatchedDataDict, settings: Correction, **versions: Any) -> BatchedDataDict:
+        asked.append(versions["lead"])
+        return updates.correct(batch, settings, **versions)
+
+    set_group(updates.session, "actor", logprobs=updates.logprobs, correct=correct, train_step=updates.train_step)
+    updates.run(rollouts)
+    assert asked == [2]
+
+
 def test_a_lag_without_tokens_has_no_metrics(tmp_path: Path):
     rollouts, old = rollouts_and_old()
     rollouts = with_versions(rollouts)

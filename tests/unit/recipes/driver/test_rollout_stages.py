@@ -1,5 +1,6 @@
 """Which prompts a step draws, and in which parts responses are generated."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,23 @@ def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_a_time(
     assert sizes == [prompts * samples]
     assert torch.equal(in_parts["seen"], whole["seen"])
     assert in_parts["group_ids"].tolist() == whole["group_ids"].tolist()
+
+
+def test_engines_that_generate_whole_batches_are_idle_between_their_calls(tmp_path: Path):
+    session = session_of(tmp_path)
+
+    def generate(batch: BatchedDataDict, params: Any) -> BatchedDataDict:
+        assert session.engine_access.load.in_flight == {0: 1, 1: 1}
+        time.sleep(0.3)
+        return batch.keep(["group_ids"])
+
+    set_group(session, "rollout", generate=generate).dp_size = 2
+    rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)])["input_ids"], "uid": ["a"]})
+    for waited_s, least, most in ((0.0, 0.0, 0.3), (0.9, 0.6, 0.8)):
+        session.begin_step(1)
+        sample_responses(session, DrawnPrompts(rows, 1, np.arange(1)), 1, temperature=1.0, metrics={})
+        time.sleep(waited_s)
+        share = session.engine_access.load.pop_idle_share()
+        assert share is not None
+        assert least <= share <= most
+    assert session.engine_access.load.in_flight == {0: 0, 1: 0}
