@@ -285,11 +285,10 @@ class Router:
         for rows in reversed(by_group.values()):
             self._waiting.appendleft(rows)
             self._access.load.queue(len(rows))
-        first_of = {failure: row for row, failure in reversed(failures.items())}
-        for failure, count in Counter(failures.values()).items():
+        for row, failure in list(failures.items())[:1]:
             logger.warning(
                 "role %s, rank %d: %d row(s) are generated again from their seeds, the first one %s: %s",
-                *(self._group.role, rank, count, self._named(first_of[failure]), failure),
+                *(self._group.role, rank, len(failures), self._named(row), failure),
             )
 
     def _named(self, row: int) -> str:
