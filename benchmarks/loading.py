@@ -3,6 +3,7 @@
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
     python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
     python benchmarks/loading.py --tp 2                  # ranks share layers in pairs
+    python benchmarks/loading.py --shape llama-1b        # Llama-3.2-1B: its embedding alone is 1,002 MiB
     python benchmarks/loading.py --new                   # a new model of this size, without files
     python benchmarks/loading.py --whole                 # each rank loads (or makes) the whole model, then shards it
 
@@ -20,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +41,25 @@ from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
 
 MIB = 2**20
-SHAPE = {
-    "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
+SHAPES: dict[str, dict[str, Any]] = {
+    "small-vocabulary": {
+        "vocab_size": 32_000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "llama-1b": {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
 }
 # A new file begins once one exceeds this size.
 FILE_BYTES = 400 * MIB
@@ -64,13 +78,13 @@ class Peak:
     exporting_s: float
 
 
-def write_model(folder: Path, dtype: torch.dtype) -> int:
+def write_model(folder: Path, dtype: torch.dtype, shape: dict[str, Any]) -> int:
     """Write the model tensor by tensor; return its number of parameters."""
-    config = AutoConfig.for_model("llama", **SHAPE)
+    config = AutoConfig.for_model("llama", **shape)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config).state_dict()
+        weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())  # a tied one once
     files: list[dict[str, torch.Tensor]] = [{}]
     for name, weight in weights.items():
         if sum(tensor.nbytes for tensor in files[-1].values()) > FILE_BYTES:
@@ -88,16 +102,22 @@ def write_model(folder: Path, dtype: torch.dtype) -> int:
     return size
 
 
-def num_parameters() -> int:
+def num_parameters(shape: dict[str, Any]) -> int:
     """Return the number of parameters of the model."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE)).num_parameters()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).num_parameters()
 
 
 def memory(field: str) -> float:
     """Return a field of the process's status in MiB: VmHWM, the peak, or VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def new_model(shape: dict[str, Any]) -> Model:
+    """Return the settings of a new model, which gets the size of its vocabulary from the tokenizer."""
+    settings = {name: size for name, size in shape.items() if name != "vocab_size"}
+    return Model(config={"model_type": "llama"} | settings)
 
 
 def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiprocessing.Queue[Peak]") -> None:
@@ -111,15 +131,14 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     start = time.perf_counter()
     attention = own_attention.DEFAULT
-    # A new model gets the size of its vocabulary from the tokenizer, not from the section.
-    settings = {name: size for name, size in SHAPE.items() if name != "vocab_size"}
-    model = Model(config={"model_type": "llama"} | settings) if options.new else Model(path=folder)
+    shape = SHAPES[options.shape]
+    model = new_model(shape) if options.new else Model(path=folder)
     if options.whole:
-        policy = Policy(build_causal_lm(model, vocab_size=SHAPE["vocab_size"], attention_name=attention))
+        policy = Policy(build_causal_lm(model, vocab_size=shape["vocab_size"], attention_name=attention))
         shard_model(policy, mesh)
     else:
         opened = (open_new_causal_lm if options.new else open_causal_lm)(
-            model, vocab_size=SHAPE["vocab_size"], attention_name=attention
+            model, vocab_size=shape["vocab_size"], attention_name=attention
         )
         policy = Policy(opened.model)
         if options.tp > 1:
@@ -134,7 +153,7 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     seconds = time.perf_counter() - start
     if options.checks:
         policy.measure_outputs()
-        check_model(policy, "cpu", SHAPE["vocab_size"], packed=False)
+        check_model(policy, "cpu", shape["vocab_size"], packed=False)
     shard = sum(weight.to_local().nbytes for weight in policy.parameters()) / MIB
     loading = memory("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
@@ -154,6 +173,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the weights of each layer")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the files")
+    parser.add_argument("--shape", choices=SHAPES, default="small-vocabulary", help="of the model")
     parser.add_argument("--new", action="store_true", help="random weights instead of files")
     parser.add_argument("--whole", action="store_true", help="load or make the whole model on each rank")
     parser.add_argument("--checks", action="store_true", help="include the checks of a role's model")
@@ -162,9 +182,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         if options.new:
-            print(f"a new model of {num_parameters() / 1e9:.2f} B parameters")
+            print(f"a new model of {num_parameters(SHAPES[options.shape]) / 1e9:.2f} B parameters")
         else:
-            size = write_model(Path(folder), getattr(torch, options.dtype))
+            size = write_model(Path(folder), getattr(torch, options.dtype), SHAPES[options.shape])
             print(f"{size / 1e9:.2f} B parameters, {4 * size / MIB:,.0f} MiB in fp32, files in {options.dtype}")
         peaks: multiprocessing.Queue[Peak] = context.Queue()
         ranks = [context.Process(target=load, args=(rank, options, folder, peaks)) for rank in range(options.ranks)]

@@ -2,7 +2,7 @@
 
 A checkpoint holds the actor's sharded weights and its optimizer, and neither model config nor tokenizer. So the model
 is built as the run built it, the weights are read into it by one process, and the tokenizer is loaded, or built from
-the run's prompts, again.
+the run's prompts, again. The process holds the model once, in fp32; the export writes its weights one after another.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ from rlpack.checkpoint.sharded import load_weights
 from rlpack.config.schema import Config
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm, load_tokenizer
+from rlpack.models.model_export import export_model
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import WeightStream
 from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.startup.evaluated_model import run_config
@@ -58,7 +58,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     set_trained_weights(model, config.actor, seed=config.seed)
     policy = Policy(model)
     load_weights(policy, checkpoint / "actor")
-    model.save_pretrained(folder, state_dict={k: v for bucket in WeightStream(policy) for k, v in bucket.items()})
+    export_model(policy, folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -1,14 +1,13 @@
-"""Gather sharded weights: many small ones in one collective, and a large one in several.
+"""Gather sharded weights: many small ones in one collective, and a large one in pieces.
 
-So ranks wait for each other once, not for each small weight, and a rank holds a large weight without the copies that a
-collective makes of what it sends and receives.
+So ranks wait for each other once, not for each small weight, and a rank that doesn't need a large weight, or needs it
+in a file or another dtype, never holds it whole.
 
 Invariants: tests/distributed/models/test_gather_weights.py and test_gather_large_weights.py.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from math import prod
 from operator import mul
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlpack.models.parts import local_part, whole_tensor
+from rlpack.models.weight_pieces import Cuts, PiecePlan, Place, part_of, place_shape, sizes
 
 try:
     from torch.distributed import all_gather_single
@@ -27,8 +27,8 @@ except ImportError:  # PyTorch before 2.13
 
 # Maximum size of the weights of one collective; a rank briefly holds two copies of them.
 _MAX_BYTES = 2**22
-# Size of the pieces in which a larger weight is gathered, all ranks' together.
-_PIECE_BYTES = 2**24
+# Size of the pieces in which a larger weight is gathered, all ranks' together. A rank briefly holds several copies.
+_PIECE_BYTES = 2**22
 # How weights are sharded: the mesh, its dimension, and the dtype. Weights with the same key share a collective.
 _Cut = tuple[DeviceMesh, int, torch.dtype]
 
@@ -42,7 +42,7 @@ def gather_weights(weights: Sequence[Tensor]) -> Iterator[Tensor]:
         weights: in the same order on all ranks. Those that are not sharded are yielded as they are, detached.
     """
     for cut, run in _runs(weights):
-        if cut is None or run[0].nbytes > _PIECE_BYTES:
+        if cut is None or is_large(run[0]):
             yield from map(_gather_one, run)
         else:
             yield from _gather(run, cut[0], cut[1])
@@ -93,64 +93,89 @@ def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
 
 
 def _gather_one(weight: Tensor) -> Tensor:
-    """Return a weight whole; a large one in pieces, if each rank's part is one block of it."""
-    if not isinstance(weight, DTensor) or weight.nbytes <= _PIECE_BYTES:
+    """Return a weight whole; a large one from its pieces, if each rank's part is one block of it."""
+    if not isinstance(weight, DTensor) or not is_large(weight) or not _in_blocks(weight):
         return whole_tensor(weight)
-    if not all(type(placement) in {Shard, Replicate} for placement in weight.placements):
-        return whole_tensor(weight)
-    return _gather_in_pieces(weight)
-
-
-@torch.no_grad()
-def _gather_in_pieces(weight: DTensor) -> Tensor:
-    """Gather a weight that is cut along any axes; the same piece of every rank's block at a time."""
-    mesh, part = weight.device_mesh, local_part(weight)
-    device = part.device if part.device.type == mesh.device_type else torch.device(mesh.device_type)
-    cuts = [(dim, placement.dim) for dim, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
-    blocks = [[slice(0, size) for size in weight.shape]]
-    for dim, axis in cuts:  # in the order in which the results of the gathers are nested, the last dimension outside
-        ranks = mesh.size(dim)
-        blocks = [_chunk(block, axis, ranks, rank) for rank in range(ranks) for block in blocks]
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-    # The first block is the largest one along every axis.
-    largest = whole[tuple(blocks[0])]
-    pieces = list(_pieces(largest.shape, _PIECE_BYTES // (len(blocks) * weight.itemsize)))
-    # Allocated once: collectives of new tensors would leave as much memory again to the allocator.
-    most = max(largest[piece].numel() for piece in pieces) if pieces else 0
-    sizes = accumulate((mesh.size(dim) for dim, _ in cuts), mul, initial=1)
-    buffers = [torch.empty(most * size, dtype=weight.dtype, device=device) for size in sizes]
-    for piece in pieces:
-        shape = largest[piece].shape
-        own = buffers[0][: shape.numel()]
-        own.view(shape)[tuple(slice(0, size) for size in part[piece].shape)] = part[piece]
-        for (dim, _), buffer in zip(cuts, buffers[1:], strict=True):
-            gathered = buffer[: own.numel() * mesh.size(dim)]
-            all_gather_single(gathered, own, group=mesh.get_group(dim))
-            own = gathered
-        for block, values in zip(blocks, own.view(len(blocks), *shape), strict=True):
-            place = whole[tuple(block)][piece]
-            place.copy_(values[tuple(slice(0, size) for size in place.shape)])
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device=_device(weight))
+    for place, values in gather_pieces(weight):
+        whole[place].copy_(values)
     return whole
 
 
-def _chunk(block: list[slice], axis: int, ranks: int, rank: int) -> list[slice]:
-    """Return a rank's part of a block along one axis, as `torch.chunk` cuts it."""
-    start, stop = block[axis].start, block[axis].stop
-    size = -(-(stop - start) // ranks)
-    own = slice(min(start + rank * size, stop), min(start + (rank + 1) * size, stop))
-    return [*block[:axis], own, *block[axis + 1 :]]
+def is_large(weight: Tensor) -> bool:
+    """Return whether a weight is gathered in pieces: a question of its whole size, so all ranks decide alike."""
+    return weight.nbytes > _PIECE_BYTES
 
 
-def _pieces(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of the first axes of a tensor, of at most `most` elements each if a row of the last axis is.
+def weight_cuts(weight: Tensor) -> Cuts:
+    """Return how a weight is cut; () for one that isn't cut, and one whose parts are no blocks, such as summands."""
+    if not isinstance(weight, DTensor) or not _in_blocks(weight):
+        return ()
+    placements = enumerate(weight.placements)
+    return tuple((each.dim, weight.device_mesh.size(dim)) for dim, each in placements if isinstance(each, Shard))
 
-    >>> list(_pieces((3, 2), 4))
-    [(slice(0, 2, None),), (slice(2, 3, None),)]
+
+def places_of(shape: Sequence[int], itemsize: int, cuts: Cuts) -> Iterator[Place]:
+    """Yield the places in which `gather_pieces` yields a weight, for a rank that has none of it."""
+    return PiecePlan.of(shape, itemsize, cuts, _PIECE_BYTES).places
+
+
+@torch.no_grad()
+def gather_pieces(weight: Tensor) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the pieces of a weight and their places; a collective at each step if it is sharded.
+
+    All ranks have to take all pieces. Copy each before the next, which may overwrite it. A weight whose parts are no
+    blocks is gathered whole first.
     """
-    row = prod(shape[1:])
-    if row > most and len(shape) > 1:
-        for start in range(shape[0]):
-            yield from ((slice(start, start + 1), *others) for others in _pieces(shape[1:], most))
+    weight = weight.detach() if _in_blocks(weight) else whole_tensor(weight)
+    cuts, part, device = weight_cuts(weight), local_part(weight), _device(weight)
+    plan = PiecePlan.of(weight.shape, weight.itemsize, cuts, _PIECE_BYTES)
+    if not cuts:
+        yield from ((place, part[place].to(device)) for place in plan.places)
         return
-    rows = max(1, most // max(1, row))
-    yield from ((slice(start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows))
+    assert isinstance(weight, DTensor)
+    shapes = [place_shape(plan.block_shape, step.piece) for step in plan.steps]
+    most = max((torch.Size(shape).numel() for shape in shapes), default=0)
+    groups = [weight.device_mesh.get_group(dim) for dim, each in enumerate(weight.placements) if each.is_shard()]
+    # Allocated once: collectives of new tensors would leave as much memory again to the allocator.
+    factors = accumulate((ranks for _, ranks in cuts), mul, initial=1)
+    buffers = [torch.empty(most * factor, dtype=weight.dtype, device=device) for factor in factors]
+    joined = torch.empty_like(buffers[-1])
+    for step, shape in zip(plan.steps, shapes, strict=True):
+        gathered = buffers[0][: torch.Size(shape).numel()]
+        own = part[step.piece]
+        gathered.view(shape)[tuple(slice(0, size) for size in own.shape)] = own
+        for group, buffer, (_, ranks) in zip(groups, buffers[1:], cuts, strict=True):
+            received = buffer[: gathered.numel() * ranks]
+            all_gather_single(received, gathered, group=group)
+            gathered = received
+        received = gathered.view(len(plan.blocks), *shape)
+        for place, members in step.places:
+            yield place, _join(received, plan, step.piece, place, members, joined)
+
+
+def _join(received: Tensor, plan: PiecePlan, piece: Place, place: Place, members: list[int], buffer: Tensor) -> Tensor:
+    """Return what is in a place: one block's piece, or whole rows from the pieces of several."""
+    cuts = [part_of(plan.blocks[number], piece) + plan.blocks[number][len(piece) :] for number in members]
+    values = []
+    for number, cut in zip(members, cuts, strict=True):
+        values.append(received[number][tuple(slice(0, size) for size in sizes(cut))])
+    if len(members) == 1:
+        return values[0]
+    shape = (*sizes(place), *(max(cut[axis].stop for cut in cuts) for axis in range(1, len(cuts[0]))))
+    whole = buffer[: torch.Size(shape).numel()].view(shape)
+    for cut, block in zip(cuts, values, strict=True):
+        whole[(slice(None), *cut[1:])] = block
+    return whole
+
+
+def _in_blocks(weight: Tensor) -> bool:
+    """Return whether each rank's part is one block of the weight."""
+    return not isinstance(weight, DTensor) or all(type(each) in {Shard, Replicate} for each in weight.placements)
+
+
+def _device(weight: Tensor) -> torch.device:
+    """Return where a weight is gathered: on the device of its mesh, if its parts are in host memory."""
+    if isinstance(weight, DTensor) and weight.device.type != weight.device_mesh.device_type:
+        return torch.device(weight.device_mesh.device_type)
+    return local_part(weight).device

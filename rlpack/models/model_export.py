@@ -2,22 +2,25 @@
 
 transformers' own code names and converts the weights (`revert_weight_conversion`), first on the meta device: that gives
 the names, shapes and files of all tensors. Then the weights are gathered one by one (those that transformers joins,
-together), and the rank that owns a file writes its tensors into it.
+together), large ones in pieces, and the rank that owns a file writes its tensors into it. Tensors that are parts of a
+single weight, such as single experts of stacked ones, are written piece by piece.
 
 Invariants (tests/unit/models/test_model_export.py, tests/distributed/models/test_sharded_export.py):
 
 1. the tensors and the configuration files are those of `save_pretrained`, bit for bit;
 2. the files don't depend on the number of ranks, and each is written by one rank;
-3. on top of its shard, a rank holds only the weights that are converted together;
+3. on top of its shard, a rank holds a few pieces of one weight; only the owner of a file also holds weights that
+   transformers joins or computes with, those that it needs together;
 4. a rank that can't write takes part in all gathers before it raises, so that no other rank waits for it.
 """
 
 import json
+import logging
 import struct
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +34,11 @@ from rlpack.batch.weight_layout import TensorSpec
 from rlpack.models.errors import ModelError
 from rlpack.models.file_names import INDEX, WEIGHTS
 from rlpack.models.packed import PackedModel
+from rlpack.models.weight_pieces import Place
 from rlpack.models.weight_stream import WeightStream
+from rlpack.models.weight_views import WeightView, entry_runs, find_views
+
+_log = logging.getLogger(__name__)
 
 # Small enough that ranks share the work on a large model; a small model is still a single file.
 FILE_BYTES = 10**9
@@ -86,6 +93,8 @@ class ExportPlan:
         files: layout of each file by its name.
         file_of: file of each tensor.
         index: the index file's contents; None with a single file.
+        views: targets of the groups that are one weight, and whose targets are parts of it.
+        not_alone: the tensor that differs if weights are converted group by group, so that all are one group.
     """
 
     groups: list[tuple[str, ...]]
@@ -93,6 +102,8 @@ class ExportPlan:
     files: dict[str, FileLayout]
     file_of: dict[str, str]
     index: dict[str, object] | None
+    views: dict[tuple[str, ...], dict[str, WeightView]] = field(default_factory=dict)
+    not_alone: str | None = None
 
 
 class _OwnFiles:
@@ -115,13 +126,24 @@ class _OwnFiles:
         return self._failure is None and any(self._plan.file_of[name] in self._files for name in targets)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors, which are on the CPU, that belong to these files."""
+        """Write those of whole tensors that belong to these files."""
+        for name, tensor in tensors.items():
+            self.write_part(name, tensor.shape, (), tensor)
+
+    def write_part(self, name: str, shape: Sequence[int], place: Place, values: Tensor) -> None:
+        """Write what is in a place of a tensor of this shape, if it belongs to these files."""
+        file = self._files.get(self._plan.file_of[name])
+        if file is None or self._failure is not None or not values.numel():
+            return
+        begins, length = entry_runs(shape, place)
+        # As bytes, because NumPy doesn't have all dtypes.
+        runs = values.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().reshape(len(begins), -1)
+        offset = self._plan.files[self._plan.file_of[name]].offsets[name]
+        assert runs.shape[1] == length * values.itemsize
         try:
-            for name, tensor in tensors.items():
-                file = self._plan.file_of[name]
-                if file in self._files:
-                    self._files[file].seek(self._plan.files[file].offsets[name])
-                    self._files[file].write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            for begin, run in zip(begins.tolist(), runs, strict=True):
+                file.seek(offset + begin * values.itemsize)
+                file.write(run.data)
         except OSError as error:
             self._failure = error
 
@@ -168,8 +190,23 @@ def export_model(
     plan = plan_export(policy.model, specs, published_names=published_names, file_bytes=file_bytes)
     places = {spec.name: place for place, spec in enumerate(specs)}
     files = _OwnFiles(plan, folder, {name for number, name in enumerate(plan.files) if number % num_ranks == rank})
+    if plan.not_alone is not None and rank == 0 and num_ranks > 1:
+        size = sum(spec.num_bytes for spec in specs) / 2**20
+        _log.warning(
+            "export to %s: every rank that writes a file gathers all %.0f MiB of weights at once, because transformers "
+            "makes another %s of %s from its weight alone than from all together",
+            folder,
+            size,
+            plan.not_alone,
+            type(policy.model).__name__,
+        )
     for group, targets in zip(plan.groups, plan.targets, strict=True):
         keep = files.needs(targets)
+        if (views := plan.views.get(group)) is not None:
+            for _, place, values in stream.pieces(places[group[0]]):
+                if keep:
+                    _write_views(files, views, place, values)
+            continue
         weights: dict[str, Tensor] = {}
         for name in group:
             weights |= stream.gather(places[name], keep=keep, copy=False)
@@ -200,7 +237,9 @@ def plan_export(
         if spec.name not in ignored
     }
     tensors = _reverted(model, state) if published_names else state
-    groups = _groups(model, state, tensors) if published_names else {(name,): frozenset([name]) for name in state}
+    groups, not_alone = {(name,): frozenset([name]) for name in state}, None
+    if published_names:
+        groups, not_alone = _groups(model, state, tensors)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.numel() * tensor.dtype.itemsize,
@@ -217,16 +256,23 @@ def plan_export(
         file: FileLayout.of({name: tensors[name] for name in names})
         for file, names in split.filename_to_tensors.items()
     }
-    return ExportPlan(list(groups), list(groups.values()), files, split.tensor_to_filename, index)
+    convert = (lambda weights: _reverted(model, weights)) if published_names else dict
+    views = {}
+    for group in groups:
+        if len(group) == 1:
+            found = find_views(state[group[0]], lambda weight, name=group[0]: convert({name: weight}))
+            if found is not None and found.keys() == groups[group]:
+                views[group] = found
+    return ExportPlan(list(groups), list(groups.values()), files, split.tensor_to_filename, index, views, not_alone)
 
 
 def _groups(
     model: PreTrainedModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[tuple[str, ...], frozenset[str]]:
+) -> tuple[dict[tuple[str, ...], frozenset[str]], str | None]:
     """Return groups of weights that transformers converts independently, and the tensors that each becomes.
 
     Weights that become the same tensor are in one group; if converting groups differs from converting all weights at
-    once, all are in one group.
+    once, all are in one group, and a tensor that differs is returned, too.
     """
     makers: dict[str, list[str]] = defaultdict(list)
     made = {name: _reverted(model, {name: tensor}) for name, tensor in state.items()}
@@ -242,9 +288,18 @@ def _groups(
         parts = made[group[0]] if len(group) == 1 else _reverted(model, {name: state[name] for name in group})
         for target, tensor in parts.items():
             if target not in tensors or tensors[target].shape != tensor.shape:
-                return {tuple(state): frozenset(tensors)}
+                return {tuple(state): frozenset(tensors)}, target
         groups[group] = frozenset(parts)
-    return groups
+    if missing := tensors.keys() - frozenset().union(*groups.values()):
+        return {tuple(state): frozenset(tensors)}, min(missing)
+    return groups, None
+
+
+def _write_views(files: _OwnFiles, views: Mapping[str, WeightView], place: Place, values: Tensor) -> None:
+    """Write the parts of a weight's piece into the tensors that they belong to."""
+    for name, view in views.items():
+        if (cut := view.cut(place, values)) is not None:
+            files.write_part(name, view.shape, *cut)
 
 
 def _reverted(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 1. every parameter and every buffer of the checkpoint is in exactly one bucket, in the order of `named_parameters`; a
    tied weight comes once, under its first name;
 2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
-3. a rank holds one bucket, and one whole tensor or a few MiB of small ones, at a time, never the whole model; with
-   pipeline stages every rank gets each bucket from the stage that has the weights;
+3. a rank that keeps a bucket holds it once, in the receiver's dtype, and a few pieces of a weight; one that doesn't
+   keep it holds only the pieces; with pipeline stages every rank gets each bucket from the stage that has the weights;
 4. names and values are those of the model without adapters: W + scale·B·A in place of W; or only the adapters are
    sent, as A and scale·B.
 """
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rlpack.batch.weight_layout import TensorSpec, WeightLayout
-from rlpack.models.adapters import find_adapters, merged_name, peft_name
+from rlpack.models.adapters import Adapter, find_adapters, merged_name, peft_name
 from rlpack.models.errors import ModelError
-from rlpack.models.gather_weights import gather_weights
+from rlpack.models.gather_weights import gather_pieces, gather_weights, is_large, places_of, weight_cuts
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.parts import copy_part, local_part, part_offsets, whole_tensor
 from rlpack.models.weight_files import WeightFiles
+from rlpack.models.weight_pieces import Place, place_shape
 
 BUCKET_BYTES = 256 * 2**20
 # Start of the names of the wrapped model's weights.
@@ -63,6 +65,7 @@ class WeightStream:
         self._policy = policy
         self._adapters_only = adapters_only
         self._sources: dict[str, str] = {}  # names in the stream to names in the policy
+        self._large: set[str] = set()  # of those in the policy, the ones that are gathered in pieces
         name_of = peft_name if adapters_only else merged_name
         specs = []
         for source, tensor in _weights(policy.uncut):
@@ -70,6 +73,8 @@ class WeightStream:
                 cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
                 self._sources[name] = source
+                if is_large(tensor):
+                    self._large.add(source)
         if adapters_only and not specs:
             raise ModelError("the model has no adapters to send; set actor.lora.rank, or rollout.lora=merged")
         self.layout = WeightLayout(tuple(_buckets(specs, bucket_bytes)))
@@ -83,24 +88,79 @@ class WeightStream:
             copy: False returns the model's tensors themselves where they are already whole, on the CPU and of the
                 stream's dtype; read them before the model changes.
         """
-        weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
-        scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}
         bucket: dict[str, Tensor] = {}
-        specs = [(spec, self._sources[spec.name]) for spec in self.layout.buckets[index]]
-        own = [source for _, source in specs if _is_own(self._policy, source)]
-        gathered = gather_weights([weights[source] for source in own])
-        for spec, source in specs:
-            whole = next(gathered) if source in own else torch.empty(spec.shape, dtype=spec.dtype)
-            if source in own and (adapter := adapters.get(source)) is not None:
-                down, up = gather_weights([weights[adapter.down], weights[adapter.up]])
-                whole = whole + adapter.scale * (up @ down)
-            elif source in own and (scale := scales.get(source)) is not None:
-                whole = whole * scale
-            if (link := self._policy.stage) is not None:
-                whole = link.broadcast(whole.to(spec.dtype), self._policy.stages_of(_WRAPPED + source)[0])
-            if keep:
-                bucket[spec.name] = whole.to("cpu", spec.dtype, copy=copy)
+        for spec, place, values in self.pieces(index):
+            if not keep:
+                continue
+            if not place:
+                bucket[spec.name] = values.to("cpu", spec.dtype, copy=copy)
+                continue
+            if spec.name not in bucket:
+                bucket[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
+            bucket[spec.name][place].copy_(values)
         return bucket
+
+    def pieces(self, index: int) -> Iterator[tuple[TensorSpec, Place, Tensor]]:
+        """Yield the tensors of one bucket, large ones in pieces, with the place of each; a collective at every step.
+
+        All ranks have to take all pieces. They are on the device of the weights, not always in the stream's dtype.
+        Copy each before the next, which may overwrite it.
+        """
+        weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
+        link = self._policy.stage
+        specs = [(spec, self._sources[spec.name]) for spec in self.layout.buckets[index]]
+        own = {source for _, source in specs if _is_own(self._policy, source)}
+        # A weight of this rank alone is read where it is, unless adapters are added to it.
+        in_pieces = {
+            source
+            for source in self._large.intersection(source for _, source in specs)
+            if link is not None or source in adapters or isinstance(weights[source], DTensor)
+        }
+        whole = gather_weights([weights[each] for _, each in specs if each in own and each not in in_pieces])
+        for spec, source in specs:
+            if source in in_pieces:
+                parts = self._pieces_of(spec, source, weights)
+            else:
+                parts = iter([((), next(whole) if source in own else torch.empty(spec.shape, dtype=spec.dtype))])
+            for place, values in self._merged(source, parts, weights, adapters) if source in own else parts:
+                if link is not None:
+                    values = link.broadcast(values.to(spec.dtype), self._policy.stages_of(_WRAPPED + source)[0])
+                yield spec, place, values
+
+    def _pieces_of(
+        self, spec: TensorSpec, source: str, weights: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Place, Tensor]]:
+        """Yield the pieces of a large weight; on other stages than its own, empty tensors of the same shapes."""
+        link = self._policy.stage
+        if link is None:
+            yield from gather_pieces(weights[source])
+            return
+        stage, cuts = self._policy.stages_of(_WRAPPED + source)[0], None
+        if stage == link.rank:
+            cuts = weights[source].itemsize, weight_cuts(weights[source])
+        itemsize, cuts = link.gather(cuts)[stage]
+        if stage == link.rank:
+            yield from gather_pieces(weights[source])
+            return
+        for place in places_of(spec.shape, itemsize, cuts):
+            yield place, torch.empty(place_shape(spec.shape, place), dtype=spec.dtype)
+
+    def _merged(
+        self,
+        source: str,
+        parts: Iterator[tuple[Place, Tensor]],
+        weights: Mapping[str, Tensor],
+        adapters: Mapping[str, Adapter],
+    ) -> Iterator[tuple[Place, Tensor]]:
+        """Yield parts of a weight with what the stream adds to it: the adapter's product, or an adapter's scale."""
+        if (adapter := adapters.get(source)) is not None:
+            down, up = gather_weights([weights[adapter.down], weights[adapter.up]])
+            for place, values in parts:
+                yield place, values + adapter.scale * (up[place[:1]] @ down[(slice(None), *place[1:])])
+        elif self._adapters_only and (scales := [each.scale for each in adapters.values() if each.up == source]):
+            yield from ((place, values * scales[0]) for place, values in parts)
+        else:
+            yield from parts
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield every bucket in order; a collective."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.weight_layout import WeightForm
 from rlpack.config.schema import Config, Model
 from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.models import gather_weights as gathering
 from rlpack.models.errors import ModelError
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import pack_rows
@@ -123,6 +125,7 @@ def test_a_pass_outside_of_a_schedule_runs_all_virtual_stages(tmp_path: Path):
             assert np.linalg.norm(parts[name] - gradient) <= 1e-4 * np.linalg.norm(gradient), name
 
 
+@patch.object(gathering, "_PIECE_BYTES", 1000)  # most weights are large, and gathered in pieces
 def moved(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> Any:
     """Send a policy's weights to a critic, train and export it; read a policy's folder; return critic's values."""
     context, config = RankContext("main", rank, layout_of(layout)), in_mode(config_of("llama", layout=layout), "packed")

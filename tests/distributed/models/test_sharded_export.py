@@ -1,6 +1,7 @@
 """Folders that several ranks export are those that one process saves with transformers."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,19 +11,22 @@ from transformers import AutoModelForCausalLM
 from benchmarks.family_configs import tiny_config as family_config
 from rlpack.config.schema import Model
 from rlpack.config.sections.optimization import Lora
+from rlpack.models import gather_weights as gathering
 from rlpack.models.adapters import add_adapters
 from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import shard_model
+from rlpack.models.policy import Policy
 from tests.distributed.models.test_sharded_loading import FAMILIES, save
 from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
 from tests.unit.models.test_model_export import assert_same_folder
+from tests.unit.models.tiny import tiny_model
 
 
 def export_families(mesh: DeviceMesh, rank: int, folder: str, replicas: int) -> None:
-    """Load each family in parts and export it, in one file and in several."""
+    """Load each family in parts and export it, in one file and in several; for those in pieces of some rows."""
     ranks = {"rank": rank, "num_ranks": mesh.size()}
     if replicas > 1:
         mesh = init_device_mesh("cpu", (replicas, mesh.size() // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -32,7 +36,8 @@ def export_families(mesh: DeviceMesh, rank: int, folder: str, replicas: int) -> 
         shard_model(model, mesh)
         stored.materialize(model, "cpu")
         export_model(model, Path(folder) / f"{family}-whole", **ranks)
-        export_model(model, Path(folder) / f"{family}-files", file_bytes=9000, **ranks)
+        with patch.object(gathering, "_PIECE_BYTES", 1000):
+            export_model(model, Path(folder) / f"{family}-files", file_bytes=9000, **ranks)
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(3, 1), (4, 2)])
@@ -50,10 +55,11 @@ def test_all_ranks_write_what_one_process_saves(tmp_path: Path, size: int, repli
             assert torch.equal(weight, reloaded.get_parameter(name)), name
 
 
-def export_adapters(mesh: DeviceMesh, rank: int, folder: str) -> None:
+def export_adapters(mesh: DeviceMesh, rank: int, folder: str, piece_bytes: int) -> None:
     model = adapted(Path(folder))
     shard_model(model, mesh)
-    export_model(model, Path(folder) / "found", rank=rank, num_ranks=mesh.size())
+    with patch.object(gathering, "_PIECE_BYTES", piece_bytes):
+        export_model(model, Path(folder) / "found", rank=rank, num_ranks=mesh.size())
 
 
 def adapted(folder: Path) -> PackedModel:
@@ -68,9 +74,10 @@ def adapted(folder: Path) -> PackedModel:
     return PackedModel(model)
 
 
-def test_adapters_are_merged(tmp_path: Path):
+@pytest.mark.parametrize("piece_bytes", [300, 2**24])
+def test_adapters_are_merged(tmp_path: Path, piece_bytes: int):
     save(tmp_path, "llama")
-    on_ranks(tmp_path, 2, export_adapters, str(tmp_path))
+    on_ranks(tmp_path, 2, export_adapters, str(tmp_path), piece_bytes)
     model, row = adapted(tmp_path).model, torch.arange(9)[None]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
@@ -99,9 +106,9 @@ def test_a_rank_that_cannot_write_keeps_no_other_rank_waiting(tmp_path: Path):
     assert on_ranks(tmp_path, 2, failing_export, str(folder)) == ["written", "IsADirectoryError"]
 
 
-def export_memory(mesh: DeviceMesh, rank: int, folder: str) -> int:
+def export_memory(mesh: DeviceMesh, rank: int, folder: str, model: str) -> int:
     """Return how far memory rises while a rank takes part in an export."""
-    policy = large_policy()
+    policy = MODELS[model]()
     shard_model(policy, mesh)
     ranks = {"rank": rank, "num_ranks": mesh.size(), "file_bytes": 64 * MIB}
     policy.run(lambda: None)  # sets up communication, which takes memory, too
@@ -112,6 +119,23 @@ def export_memory(mesh: DeviceMesh, rank: int, folder: str) -> int:
     return peak_bytes() - before
 
 
-def test_memory_of_an_exporting_rank_is_bounded_by_a_few_weights(tmp_path: Path):
-    for rise in on_ranks(tmp_path, 2, export_memory, str(tmp_path / "model")):
-        assert rise < 32 * MIB  # of a model of 210 MiB, whose largest weight has 4 MiB
+def one_large_weight() -> PackedModel:
+    """Return a model of 260 MiB, of which the embedding has 256."""
+    shape = {"vocab_size": 131_072, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
+    return Policy(tiny_model("qwen2", dtype=torch.float32, tie_word_embeddings=True, **shape))
+
+
+def large_experts() -> PackedModel:
+    """Return a model of 400 MiB, of which stacked experts have 256 and 128 MiB."""
+    shape = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_experts": 64, "num_hidden_layers": 1}
+    return PackedModel(tiny_model("qwen3_moe", dtype=torch.float32, **shape))
+
+
+MODELS = {"small weights": large_policy, "one large weight": one_large_weight, "experts": large_experts}
+
+
+@pytest.mark.parametrize(("model", "most"), [("small weights", 32), ("one large weight", 96), ("experts", 96)])
+def test_memory_of_an_exporting_rank_is_bounded_by_a_few_pieces_of_a_weight(tmp_path: Path, model: str, most: int):
+    """Of the rank that writes it, too: the pieces of a large weight go straight to the file."""
+    for rise in on_ranks(tmp_path, 2, export_memory, str(tmp_path / "model"), model):
+        assert rise < most * MIB

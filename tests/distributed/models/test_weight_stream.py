@@ -59,3 +59,30 @@ def test_memory_of_an_exporting_rank_is_bounded_by_the_bucket_and_not_by_the_mod
         assert total > 200 * MIB
         # A gathered bucket, its parts as sent and received, and what the allocator keeps, which varies with the load.
         assert rise < 6 * BUCKET_BYTES < total / 2
+
+
+def stream_large_weight(mesh: Any, rank: int) -> tuple[bool, float]:
+    """Return whether rank 0 got a weight in bf16, and how far memory rose, in MiB."""
+    shape = {"vocab_size": 131_072, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
+    policy = Policy(tiny_model("qwen2", dtype=torch.float32, tie_word_embeddings=True, **shape))
+    truth = policy.model.get_parameter("model.embed_tokens.weight").detach().bfloat16() if rank == 0 else None
+    shard_model(policy, mesh)
+    weights = WeightStream(policy, torch.bfloat16, bucket_bytes=0)
+    assert weights.layout.buckets[0][0].num_bytes == 128 * MIB
+    weights.gather(1)  # sets up communication, which takes memory, too
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    bucket = weights.gather(0, keep=rank == 0)
+    rise = (peak_bytes() - before) / MIB
+    if truth is None:
+        return bucket == {}, rise
+    (weight,) = bucket.values()
+    return torch.equal(weight, truth), rise
+
+
+def test_a_weight_above_the_bucket_takes_its_own_size_in_the_stream_and_nothing_elsewhere(tmp_path: Path):
+    (keeps, most), (takes_part, least) = on_ranks(tmp_path, 2, stream_large_weight)
+    assert keeps
+    assert takes_part
+    assert 128 < most < 128 + 96  # of 256 MiB in fp32
+    assert least < 96

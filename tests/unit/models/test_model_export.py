@@ -1,12 +1,15 @@
 """Exported folders, against transformers' own `save_pretrained`."""
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
 from benchmarks.family_configs import tiny_config
 from rlpack.config.sections.optimization import Lora
@@ -90,3 +93,49 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "model.safetensors").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         export_model(PackedModel(new_model("llama")), tmp_path)
+
+
+def test_weights_that_transformers_joins_are_gathered_together(tmp_path: Path):
+    model = new_model("llama")
+    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    model._weight_conversions = [WeightConverter("self_attn.qkv.weight", parts, [Chunk(0)])]
+    export_model(PackedModel(model), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    joined = torch.cat([model.get_parameter(f"model.layers.1.{part}") for part in parts])
+    assert torch.equal(found["model.layers.1.self_attn.qkv.weight"], joined)
+    specs = [bucket[0] for bucket in WeightStream(PackedModel(model), bucket_bytes=0).layout.buckets]
+    plan = plan_export(model, specs, published_names=True, file_bytes=10**9)
+    joined_groups = [group for group in plan.groups if len(group) > 1]
+    assert sorted(joined_groups[0]) == sorted(f"model.layers.0.{part}" for part in parts)
+    assert len(joined_groups) == model.config.num_hidden_layers
+    assert set(plan.groups) - set(joined_groups) == plan.views.keys()
+    assert plan.not_alone is None
+
+
+class Listed(ConversionOps):
+    """Joins weights under a name that says which they are."""
+
+    def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+        names = [name.split(".")[1] for name in input_dict]
+        return {f"{options['full_layer_name']}.{names}": torch.cat([each[0] for each in input_dict.values()])}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+def test_a_conversion_of_all_weights_at_once_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = new_model("llama")
+    parts = [f"mlp.{name}_proj.weight" for name in ("gate", "up")]
+    model._weight_conversions = [WeightConverter("mlp.gate_up.weight", parts, [Listed()])]
+    with caplog.at_level(logging.WARNING, "rlpack.models.model_export"):
+        export_model(PackedModel(model), tmp_path, num_ranks=2)
+    (record,) = caplog.records
+    assert "every rank that writes a file gathers all" in record.getMessage()
+    assert "mlp.gate_up.weight" in record.getMessage()
+    found = load_file(tmp_path / "model.safetensors")
+    joined = torch.cat([model.get_parameter(f"model.layers.0.{part}") for part in parts])
+    assert torch.equal(found["model.layers.0.mlp.gate_up.weight.['gate_proj', 'up_proj']"], joined)
+    caplog.clear()
+    export_model(PackedModel(new_model("llama")), tmp_path, num_ranks=2)
+    assert not caplog.records

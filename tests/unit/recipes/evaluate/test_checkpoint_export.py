@@ -20,6 +20,8 @@ from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
 from rlpack.workers.build import set_trained_weights
 from tests.builders import MODEL, tiny_config
+from tests.distributed.models.test_weight_stream import peak_bytes, resident_bytes
+from tests.distributed.processes import on_ranks
 from tests.unit.recipes.driver.sessions import DATA
 from tests.whole_weights import full_state_dict
 
@@ -108,3 +110,25 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         staging.commit(state | prints | {"config": wider.model_dump(mode="json")})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         export_checkpoint(other / "step-3", tmp_path / "model")
+
+
+def export_memory(mesh: object, rank: int, checkpoint: str, small: str, folder: str) -> int:
+    """Return how far memory rises while a checkpoint is exported, after that of a small model."""
+    export_checkpoint(Path(small), Path(folder) / "small")
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    export_checkpoint(Path(checkpoint), Path(folder) / "model")
+    return peak_bytes() - before
+
+
+def test_an_export_holds_the_model_once(tmp_path: Path) -> None:
+    shape, folders, size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}, [], 0
+    for name, changes in (("large", shape), ("small", {})):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}-meeting", rank=0, world_size=1)
+        config = tiny_config(data=DATA, model=Model(config=MODEL | changes))
+        checkpoint, policy = checkpoint_of(tmp_path / name, config)
+        folders.append(str(checkpoint))
+        size = max(size, sum(weight.nbytes for weight in policy.parameters()))
+    assert size > 100 * 2**20
+    (rise,) = on_ranks(tmp_path, 1, export_memory, *folders, str(tmp_path))
+    assert 0.9 * size < rise < 1.5 * size  # with a copy of all weights, more than twice
