@@ -28,7 +28,7 @@ help:
 	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
 	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
 	@echo "make vllm                                install into .venv-vllm only"
-	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight"
+	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-faults                         every role, phase and fault in real runs (ARGS='--only kill --seconds 600')"
 	@echo "make soak                                1,000 steps with a fault every 20: same bits, nothing grows"
@@ -104,6 +104,7 @@ test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
 	RLPACK_COMPILED=all $(PYTEST) tests/unit/models/test_compiled_layers.py
+	RLPACK_FAULTS_AHEAD=1 $(PYTEST) tests/faults/test_running_ahead.py
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
 
 test-layouts: $(INSTALLED)

@@ -35,7 +35,10 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
    role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
    publication, which replaces them; while the main thread waits for a batch itself, it replaces them. An evaluation
-   can't wait for new weights: once only a publication could replace its engines, it fails.
+   can't wait for new weights: once only a publication could replace its engines, it fails. The other threads may wait
+   for room in the object store, which the main thread gives by releasing a step's payloads and its batch: `publish`
+   does so before it waits. A draw that the main thread waits for itself, and that only it could give room, fails at
+   once (`rlpack.distributed.ray_store`).
 
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is begun after `publish` of step n, and `publish` of step n + 1 waits for
@@ -49,7 +52,6 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -62,10 +64,17 @@ from torch import Tensor
 
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.batch_files import check_lists, read_batch, write_batch
+from rlpack.batch.batch_files import check_lists, read_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
+from rlpack.recipes.driver.ahead_checkpoint import (
+    FOLDER,
+    LIST,
+    check_late_window,
+    check_prompts_per_step,
+    write_batches,
+)
 from rlpack.recipes.driver.begun_batch import BegunBatch
 from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, draw_groups
 from rlpack.recipes.driver.engine_weights import sync_weights
@@ -77,9 +86,6 @@ from rlpack.rollout.errors import StalenessError
 from rlpack.safe_files import read_object
 
 logger = logging.getLogger(__name__)
-
-# In a checkpoint: a folder with the list of the waiting batches and, with drain, the batches, one folder each.
-FOLDER, _LIST = "ahead", "ahead.json"
 
 
 class AheadQueue:
@@ -106,6 +112,7 @@ class AheadQueue:
         self._taken: BegunBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
         self._has_ended = False
+        self._failure: Exception | None = None
         self._is_checked = self._in_flight and self._late is None  # whose checkpoints hold no rows
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
@@ -158,18 +165,41 @@ class AheadQueue:
     def publish(self, step: StepContext) -> None:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
 
-        With drain, the batch that was begun is drawn by then, too.
+        With drain, the batch that was begun is drawn by then, too. If its draw failed, nothing is sent, and
+        `raise_failure` raises its error once the step is committed. The step has done with its batch: with a lead, its
+        payloads and those of the batch are released first, because draws may wait for room.
 
         Raises:
-            RoleError: drawing the batch, the evaluation or the transfer failed.
+            RoleError: the evaluation or the transfer failed.
             StalenessError: the evaluation has tokens of other weights than its own.
         """
+        if self._lead:
+            step.lease.release()
+            self._release_taken()
         if self._session.evaluations.is_under_way or (self._waiting and not self._in_flight):
             with step.timer("drain"):
                 self._session.finish_evaluation()
-                if not self._in_flight:
-                    self.drain()
+                if not self._in_flight and (failure := self._failure_of_draw()) is not None:
+                    self._failure = failure
+                    return
         sync_weights(self._session, step)
+
+    def raise_failure(self) -> None:
+        """Raise what the draw raised for which nothing was published; called once the step is committed.
+
+        Raises:
+            RoleError: drawing the batch failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def _failure_of_draw(self) -> Exception | None:
+        """Wait until all batches that were begun are drawn; return what a draw raised, None if none did."""
+        try:
+            self.drain()
+        except Exception as error:  # noqa: BLE001 - `raise_failure` raises it
+            return error
+        return None
 
     def end(self) -> None:
         """End the queue: no step takes a batch any more, and none is begun.
@@ -192,37 +222,13 @@ class AheadQueue:
             return
         if not self._in_flight:
             self.drain()
-        target, entries = folder / FOLDER, []
         late = [] if self._late is None else self._late.ended(self._replace_failed_engines)
-        try:
-            target.mkdir()
-            for begun, rollouts in (*late, *((begun, None) for begun in self._waiting)):
-                context, is_drawn = begun.context, rollouts is not None or not self._in_flight
-                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": is_drawn}
-                if is_drawn:
-                    rows = begun.drawn() if rollouts is None else rollouts
-                    write_batch(self._session.store.fetch(rows), target / f"step-{context.number}")
-                    entry |= {
-                        "prompts_consumed": context.progress.prompts_consumed,
-                        "metrics": context.metrics | context.timer.as_metrics(),
-                        "counts": {} if begun.groups is None else begun.groups.counts,
-                    }
-                entries.append(entry)
-            document = {
-                "policy_version": self._session.rollout_weights.version,
-                "prompts_per_step": self._session.config.trainer.prompts_per_step,
-                "batches": entries,
-            }
-            (target / _LIST).write_text(json.dumps(document), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"the batches drawn ahead could not be written to {target}: {error}") from error
+        waiting = [(begun, None if self._in_flight else begun.drawn()) for begun in self._waiting]
+        write_batches(self._session, folder / FOLDER, [*late, *waiting])
 
     def _take_next(self, step: StepContext) -> None:
         """Make the first waiting batch the taken one; draw it now if none waits."""
-        if self._late is not None:
-            self._late.release()
-        elif self._taken is not None:
-            self._taken.context.lease.release()
+        self._release_taken()
         for begun in self._waiting:
             if begun.call is None and begun.rollouts is None:  # of a checkpoint, with in_flight
                 self._start(begun)
@@ -237,6 +243,13 @@ class AheadQueue:
             self._taken = self._waiting.popleft()
             self._begin_until(step.number + self._lead if self._draws_ahead else 0)
         assert self._taken.context.number == step.number, "batches are taken in order"
+
+    def _release_taken(self) -> None:
+        """Release the payloads of the batches that were trained on."""
+        if self._late is not None:
+            self._late.release()
+        elif self._taken is not None:
+            self._taken.context.lease.release()
 
     @property
     def _draws_ahead(self) -> bool:
@@ -335,8 +348,9 @@ class AheadQueue:
     def _restore(self, folder: Path) -> None:
         """Take over the batches in a checkpoint, and the number of the newest policy version."""
         try:
-            document: dict[str, Any] = read_object(folder / _LIST)
-            self._check_prompts_per_step(folder, document["prompts_per_step"])
+            document: dict[str, Any] = read_object(folder / LIST)
+            if self._draws_ahead:
+                check_prompts_per_step(self._session.config, folder, document["prompts_per_step"])
             # The first publication sends the weights that already had this number.
             self._session.rollout_weights.version = document["policy_version"] - 1
             for entry in document["batches"]:
@@ -349,37 +363,10 @@ class AheadQueue:
                 if begun.context.number > self._session.progress.step:
                     self._waiting.append(begun)
                 else:
-                    self._check_late_window(folder, begun.context.number)
+                    check_late_window(self._session, folder, begun.context.number)
                     assert self._late is not None
                     self._late.restore(begun, entry.get("counts", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
             ) from error
-
-    def _check_late_window(self, folder: Path, number: int) -> None:
-        """Raise if groups that a checkpoint holds of a batch are too old for the next step.
-
-        Raises:
-            CheckpointError: `trainer.late_groups.window` is smaller than it was.
-        """
-        window, needed = self._session.config.trainer.late_groups.window, self._session.progress.step + 2 - number
-        if window < needed:
-            raise CheckpointError(
-                f"trainer.late_groups.window is {window}, and the checkpoint in {folder} has groups that the next step "
-                f"takes {needed - 1} steps late; resume with trainer.late_groups.window={needed} or more, or choose "
-                "another run_dir"
-            )
-
-    def _check_prompts_per_step(self, folder: Path, saved: int) -> None:
-        """Raise if prompts would be trained on twice or never, because batches begin where others don't end.
-
-        Raises:
-            CheckpointError: `trainer.prompts_per_step` has changed.
-        """
-        number = self._session.config.trainer.prompts_per_step
-        if self._draws_ahead and saved != number:
-            raise CheckpointError(
-                f"trainer.prompts_per_step is {number}, and the batches that were drawn ahead in {folder} have {saved} "
-                f"prompts each; resume with trainer.prompts_per_step={saved}, or choose another run_dir"
-            )

@@ -11,6 +11,10 @@ class Ahead(Protocol):
         """Write the batches that no step has trained on yet into a checkpoint."""
         ...
 
+    def raise_failure(self) -> None:
+        """Raise what ends the run after the step that was committed last, if anything does."""
+        ...
+
     def end(self) -> None:
         """Begin no more batches; called as the run ends."""
         ...

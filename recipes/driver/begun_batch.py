@@ -39,8 +39,9 @@ class BegunBatch:
 
     def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
         """Return the scored rollouts once they are drawn, or raise what the draw raised."""
-        while self.call is not None and not self.call.wait(LOOK_S):
-            while_waiting()
+        with self.context.lease.awaited():
+            while self.call is not None and not self.call.wait(LOOK_S):
+                while_waiting()
         if self.call is not None:
             self.rollouts, self.call = self.call.outcome(), None
         assert self.rollouts is not None
@@ -49,7 +50,8 @@ class BegunBatch:
     def wait_for_groups(self, count: int, while_waiting: Callable[[], None]) -> None:
         """Return once a number of groups have ended, or all have; raise what the draw raised."""
         assert self.groups is not None
-        while not self.is_drawn and not self.groups.wait(count, LOOK_S):
-            while_waiting()
+        with self.context.lease.awaited():
+            while not self.is_drawn and not self.groups.wait(count, LOOK_S):
+                while_waiting()
         if self.is_drawn:
             self.drawn()

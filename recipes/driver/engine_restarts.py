@@ -4,20 +4,28 @@ These get the buckets of the weights, and the weights if that is possible.
 A new engine has the weights of the configuration's model. It must never sample with them, so it refuses until weights
 are published. Streaming engines get them from the router, like an engine that failed (`rlpack.recipes.driver.router`);
 others at once, by a new publication under the version that they had.
+
+With `trainer.lead` and `rollout.publish=drain`, engines may fail while the actor's weights are newer than theirs. So
+the published ones are kept in the object store, where there is room for them (`keep_weights`).
 """
 
+import logging
 import threading
 
 from torch import Tensor
 
+from rlpack.batch.store import Store
+from rlpack.config.schema import Config
 from rlpack.distributed.calls import Call
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.errors import RoleError, in_units
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.rollout.engine import STREAMING_ENGINES
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
+
+logger = logging.getLogger(__name__)
 
 
 def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAccess) -> None:
@@ -49,15 +57,32 @@ def restore_engines(
         main_thread: the thread that trains the actor.
 
     Raises:
-        RoleError: a batch is drawn ahead, so the actor may have other weights by now.
+        RoleError: a batch is drawn ahead, so the actor may have other weights by now, and they were not kept.
     """
     channel.agree()
     rollout.run(RolloutWorker.require_weights)
     if engine in STREAMING_ENGINES or channel.is_sending or not channel.is_published:
         return
-    if threading.current_thread() is not main_thread:
+    if threading.current_thread() is not main_thread and not channel.keeps:
         raise weights_are_gone()
     channel.publish_again(canary)
+
+
+def keep_weights(channel: WeightChannel[ActorWorker, RolloutWorker], config: Config, store: Store) -> None:
+    """Let a channel keep the weights that it published last, if a batch may be drawn while the actor has others.
+
+    They have the part of the object store that batches don't claim. If they don't fit, a warning says so.
+    """
+    if not config.trainer.lead or config.rollout.publish != "drain":
+        return
+    channel.keeps = channel.num_bytes <= store.spare
+    if not channel.keeps:
+        logger.warning(
+            "the engines' weights (%s) exceed the part of the object store that batches don't claim (%s), so they are "
+            "not kept: if all engines fail while the actor trains (trainer.lead), the run ends; raise "
+            "placement.object_store_gb or lower placement.in_flight_gb",
+            *(in_units(channel.num_bytes), in_units(store.spare)),
+        )
 
 
 def weights_are_gone() -> RoleError:

@@ -122,9 +122,10 @@ class Evaluations:
         if under_way is None:
             return None
         try:
-            while not under_way.call.wait(_LOOK_S):
-                if under_way.lost_at == access.epoch:
-                    raise weights_are_gone()
+            with under_way.context.lease.awaited():
+                while not under_way.call.wait(_LOOK_S):
+                    if under_way.lost_at == access.epoch:
+                        raise weights_are_gone()
             under_way.call.outcome()
         finally:
             self._under_way = None

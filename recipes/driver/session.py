@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,10 +32,10 @@ from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import record_hashes
+from rlpack.recipes.driver import engine_restarts
 from rlpack.recipes.driver.ahead_protocol import Ahead
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.engine_access import EngineAccess
-from rlpack.recipes.driver.engine_restarts import replace_failed_engines, restore_engines, weights_are_gone
 from rlpack.recipes.driver.evaluations import EnginesOnly, Evaluations, Place, with_seed
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
@@ -124,8 +124,9 @@ class Session:
     def rollout_weights(self) -> WeightChannel[ActorWorker, RolloutWorker]:
         """Return the channel of the actor's weights to the engines; it counts policy versions."""
         channel = WeightChannel(self.actor, self.rollout)
+        engine_restarts.keep_weights(channel, self.config, self.store)
         settings = (self.config.rollout.engine, canary_tokens(len(self.tokenizer)), self.thread)
-        self.rollout.ranks.after_restart(partial(restore_engines, self.rollout, channel, *settings))
+        self.rollout.ranks.after_restart(partial(engine_restarts.restore_engines, self.rollout, channel, *settings))
         return channel
 
     @cached_property
@@ -211,8 +212,7 @@ class Session:
     def save(self, *, in_background: bool = False) -> None:
         """Write a checkpoint of weights, optimizer and progress; delete older ones.
 
-        Args:
-            in_background: return once the state is copied; the checkpoint is committed later.
+        With `in_background`, return once the state is copied; the checkpoint is committed later.
 
         Raises:
             CheckpointError: this checkpoint, or the previous one, if it was in flight, could not be written.
@@ -240,12 +240,10 @@ class Session:
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:
-        """Stop generation for a block that publishes weights; rows in flight go on with the new ones.
-
-        Args:
-            of: number of the generation that publishes; None if none does.
-        """
-        with self.engine_access.publication(of):
+        """Stop generation for a block that publishes weights, in generation `of` if given; rows go on afterwards."""
+        with ExitStack() as stack:
+            with self.store.waiting():
+                stack.enter_context(self.engine_access.publication(of))
             self._interrupt_engines()
             yield
             self.engine_access.record_replacement(self.rollout.ranks.num_starts)
@@ -258,24 +256,27 @@ class Session:
         Raises:
             RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
-        replace_failed_engines(self.rollout, self.engine_access)
+        engine_restarts.replace_failed_engines(self.rollout, self.engine_access)
         self._interrupt_engines()  # those that passed the canary have gone on
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def renew_engines(self, generation: int, none_is_left: bool) -> bool:
         """Replace the engines that failed, for a generation; return whether that was possible at this moment.
 
-        A generation in a thread of its own has to wait for the main thread: the actor may have changed its weights.
+        A generation in a thread of its own waits for the main thread, whose actor may have other weights; with kept
+        ones, it waits only while an engine is left.
 
         Raises:
             RoleError: see `replace_engines`; or none is left, and the weights of the generation are gone.
         """
         if threading.current_thread() is not self.thread:
-            if none_is_left and self.config.rollout.publish == "in_flight":
+            is_in_flight = self.config.rollout.publish == "in_flight"
+            if none_is_left and is_in_flight:
                 self.evaluations.lose_engines(self.engine_access)
-            elif none_is_left:
-                raise weights_are_gone()
-            return False
+            elif none_is_left and not self.rollout_weights.keeps:
+                raise engine_restarts.weights_are_gone()
+            if is_in_flight or not none_is_left:
+                return False
         with self.publication(generation):
             self.replace_engines()
         return True
@@ -296,10 +297,7 @@ class Session:
             raise Interrupted
 
     def _discard_calls(self, step: StepContext) -> None:
-        """Discard the results of calls that a step submitted and never waited for.
-
-        Background calls that already run finish unseen.
-        """
+        """Discard the results of calls that a step never waited for; background calls that run finish unseen."""
         discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
         if discarded:
             logger.warning(
@@ -321,6 +319,8 @@ class Session:
         if step.plan is not None:
             self.run.record_plan(step.plan)
         self._log(step, self.progress.phase)
+        if self.ahead is not None:
+            self.ahead.raise_failure()
 
     def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
         """Evaluate and write a checkpoint, if due after the step that was committed last."""

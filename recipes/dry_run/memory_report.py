@@ -47,7 +47,7 @@ def memory_lines(memory: RunMemory) -> Iterator[str]:
         yield from _pool_lines(pool)
     yield ""
     generates = any(pool.engine is not None for pool in memory.pools)
-    weights = ", and weights on their way to engines" if generates else ""
+    weights = ", and weights for the engines" if generates else ""
     yield f"object store: {in_units(memory.store)} for the batch{weights}"
     limit = "" if memory.host_limit is None else f" of {in_units(memory.host_limit)}"
     yield f"host memory: {in_units(memory.host)}{limit}, all ranks and the object store together"

@@ -185,12 +185,20 @@ def run_memory(
 
 
 def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routing: int = 0) -> int:
-    """Return the bytes of a batch's tokens in the object store, and of weights on their way to the engines."""
+    """Return the bytes of a batch's tokens in the object store, and of weights for the engines.
+
+    These are the buckets on their way; with `trainer.lead` and `rollout.publish=drain`, all weights that were published
+    last (`rlpack.recipes.driver.engine_restarts.keep_weights`).
+    """
     names = _COLUMNS + (_SAMPLED if engine is not None else ())
     for role in started_roles(config):
         names += _OF_ROLES.get(role, ())
     width = sum(dtype.itemsize for name in names if (dtype := FIELDS[name].dtype) is not None)
-    return tokens * (width + routing) + (0 if engine is None else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
+    if engine is None:
+        return tokens * (width + routing)
+    keeps = config.trainer.lead > 0 and config.rollout.publish == "drain" and config.rollout.lora == "merged"
+    whole = engine.weights * max(1, int(gpus_per_rank(config, "rollout")) if config.rollout.engine == "vllm" else 1)
+    return tokens * (width + routing) + (whole if keeps else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
 
 
 def role_offload(config: Config, role: str) -> Offload:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -30,6 +31,10 @@ class Lease(Protocol):
         """Return the result of a function, and hold what it stores beyond its end, until the lease is released."""
         ...
 
+    def awaited(self) -> AbstractContextManager[None]:
+        """Declare that this thread waits in the block for what others store under this lease."""
+        ...
+
     def hold(self, batch: BatchedDataDict) -> None:
         """Hold the payloads of a batch that were stored under another lease, until this one is released."""
         ...
@@ -47,8 +52,17 @@ class Store(Protocol):
         """Return the most bytes that may be stored at once."""
         ...
 
+    @property
+    def spare(self) -> float:
+        """Return the bytes that payloads other than those of batches may take."""
+        ...
+
     def lease(self, name: str) -> Lease:
         """Open a lease; `name` completes the sentence "released at the end of …"."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Declare that this thread waits for all others in the block, and releases no lease."""
         ...
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
@@ -76,6 +90,10 @@ class LocalLease:
         """Return the result of a function."""
         return function()
 
+    def awaited(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
     def hold(self, batch: BatchedDataDict) -> None:
         """Do nothing."""
 
@@ -86,11 +104,15 @@ class LocalLease:
 class LocalStore:
     """A store that offloads nothing: batches stay whole, in this process."""
 
-    budget = math.inf
+    budget = spare = math.inf
 
     def lease(self, name: str) -> Lease:
         """Return a lease that does nothing."""
         return LocalLease()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
         """Return the batch itself."""

@@ -80,9 +80,10 @@ class StoreFullError(RoleError):
         cause = (
             f"{in_units(size)} of tokens and texts exceed the free room in the object store by {in_units(short)}: "
             f"{in_units(in_flight)} of the {in_units(budget)} for batches are in use; lower "
-            "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens or dapo.max_rounds (in an "
-            "evaluation: evaluation.samples), or raise placement.object_store_gb (on an existing cluster: "
-            "ray start --object-store-memory) or placement.in_flight_gb"
+            "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens, dapo.max_rounds (in an evaluation: "
+            "evaluation.samples) or trainer.lead (batches drawn ahead take room, too), or raise "
+            "placement.object_store_gb (on an existing cluster: ray start --object-store-memory) or "
+            "placement.in_flight_gb"
         )
         super().__init__(role, None, method, cause)
         self.args = (role, method, size, short, in_flight, budget)

@@ -196,18 +196,18 @@ class RayRanks(RestartablePool):
                     submitted.actors[rank].discard.remote(call_id)
         return [submitted.call.name for submitted in discarded.values()]
 
-    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+    def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
         """Pass values to all ranks of `target`, and return the results of the last load.
 
         The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
-        each is freed once all ranks of `target` have loaded it. If ranks of `target` are started again, all values are
-        passed again.
+        each is freed once all ranks of `target` have loaded it, unless the references are `kept`, in place of those
+        that the list has. If ranks of `target` are started again, all values are passed again.
         """
         assert isinstance(target, RayRanks), "values travel between pools of one cluster"
         while True:
             num_starts = target.num_starts
             try:
-                return self._relay_once(relays, target)
+                return self._relay_once(relays, target, kept)
             except LostRanksError as lost:
                 if self in lost.pools:
                     self.kill()
@@ -215,29 +215,50 @@ class RayRanks(RestartablePool):
                     raise lost.error from lost
                 target._start_again(lost, num_starts)
 
-    def _relay_once(self, relays: Sequence[Relay], target: "RayRanks") -> list[Any]:
+    def load_again(self, values: Sequence[Any], relays: Sequence[Relay]) -> list[Any]:
+        """Load values that an earlier `relay` kept, without their source, and return the results of the last load."""
+        while True:
+            num_starts, results = self.num_starts, list[Any]()
+            try:
+                for value, relay in zip(values, relays, strict=True):
+                    results = self._wait(self._load(value, relay), self._call_s)
+                return results
+            except LostRanksError as lost:
+                self._start_again(lost, num_starts)
+
+    def _relay_once(self, relays: Sequence[Relay], target: "RayRanks", kept: list[Any] | None) -> list[Any]:
         """Pass values to all ranks of `target`, and return the results of the last load."""
+        if kept is not None:
+            kept.clear()
         in_flight: deque[list[RankCall]] = deque()
         results: list[Any] = []
         for relay in relays:
             if len(in_flight) == _RELAYS_IN_FLIGHT:
                 self._wait(in_flight.popleft(), self._call_s, target)
-            in_flight.append(self._start_relay(relay, target))
+            value, calls = self._start_relay(relay, target)
+            in_flight.append(calls)
+            if kept is not None:
+                kept.append(value)
+            del value
         while in_flight:
             results = self._wait(in_flight.popleft(), self._call_s, target)[self.num_ranks :]
         return results
 
-    def _start_relay(self, relay: Relay, target: "RayRanks") -> list[RankCall]:
-        """Start a value's export here and its load on `target`."""
+    def _start_relay(self, relay: Relay, target: "RayRanks") -> tuple[ray.ObjectRef, list[RankCall]]:
+        """Start a value's export here and its load on `target`; return a reference to it, and the calls."""
         role, method, args = relay.export
         exports = self._submit_to_ranks(Call(role, method, [args] * self.num_ranks, {}), next(_CALL_IDS))
         value = exports[relay.owner].ref
-        role, method, args = relay.load
-        loads = target._submit_to_ranks(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
+        loads = target._load(value, relay)
         # Waiting for the value itself would fetch it to the driver.
         exists = self._pool.actors[relay.owner].await_value.remote(value)
         exports[relay.owner] = replace(exports[relay.owner], ref=exists)
-        return [*exports, *loads]
+        return value, [*exports, *loads]
+
+    def _load(self, value: Any, relay: Relay) -> list[RankCall]:
+        """Start the load of a value on all ranks."""
+        role, method, args = relay.load
+        return self._submit_to_ranks(Call(role, method, [(value, *args)] * self.num_ranks, {}), next(_CALL_IDS))
 
     def close(self) -> None:
         """Shut the processes down, kill those that don't answer, and free their resources."""

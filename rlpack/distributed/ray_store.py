@@ -8,7 +8,8 @@ that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 2. a payload lives until the last lease on it is released, or until it is no longer referenced, whichever is first; one
    that is stored outside of leases, or permanently, lives until it is no longer referenced;
 3. `reserve` waits while room may become free (other threads may release leases, and Ray reports freed objects with a
-   delay) and otherwise raises at once; it never waits longer than its deadline.
+   delay) and otherwise raises at once; it never waits longer than its deadline. A lease is released by the thread that
+   opened it, so a thread that this one waits for (`StoreLease.awaited`, `RayStore.waiting`) never waits for the lease.
 
 Copies that are cut for ranks of another node live as long as their call and are not counted.
 """
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -63,14 +64,15 @@ class StoreLease:
         """Open a lease; it holds nothing yet."""
         self.name = name
         self._store = store
-        self._threads = {threading.get_ident()}
+        self._opener = threading.current_thread()
+        self._threads = {self._opener}  # not their idents, which later threads get again
         self._handles: WeakSet[ObjectHandle] = WeakSet()
         self._outer: StoreLease | None = None
         self._is_released = False
 
     def __enter__(self) -> Self:
         assert not self._is_released, f"the lease of {self.name} was released"
-        self._threads.add(threading.get_ident())
+        self._threads.add(threading.current_thread())
         self._outer = _CURRENT.get()
         _CURRENT.set(self)
         return self
@@ -91,6 +93,10 @@ class StoreLease:
             return function()
 
         return copy_context().run(run_inside)
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Declare that this thread waits in the block for what others store under this lease (`RayStore.waiting`)."""
+        return self._store.waiting(self)
 
     def hold(self, batch: BatchedDataDict) -> None:
         """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under.
@@ -114,6 +120,14 @@ class StoreLease:
 
 
 _CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=None)
+
+
+def _current_leases() -> Iterator[StoreLease]:
+    """Yield the leases that this thread is inside of."""
+    lease = _CURRENT.get()
+    while lease is not None:
+        yield lease
+        lease = lease._outer
 
 
 @dataclass(eq=False)
@@ -153,11 +167,17 @@ class RayStore:
         self._claims: set[_Claim] = set()
         self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
         self._leased = self._peak = 0
+        self._waits: list[tuple[threading.Thread, StoreLease | None]] = []
 
     @property
     def in_flight(self) -> int:
         """Return the bytes that are stored or reserved."""
         return sum(self._of_node.values())
+
+    @property
+    def spare(self) -> float:
+        """Return the bytes that others than batches may take: up to where Ray would spill, without the budget."""
+        return max(0.0, _SPILLS_AT * self.size - self.budget)
 
     def pop_peak_bytes(self) -> int:
         """Return the most bytes under leases at once since the last call; permanent payloads do not count."""
@@ -168,6 +188,25 @@ class RayStore:
     def lease(self, name: str) -> StoreLease:
         """Open a lease; `name` completes the sentence "released at the end of …"."""
         return StoreLease(self, name)
+
+    @contextmanager
+    def waiting(self, under: StoreLease | None = None) -> Iterator[None]:
+        """Declare that this thread waits for others in the block, and releases none of its leases.
+
+        If only such a release could give them room, they fail at once.
+
+        Args:
+            under: the lease that the others store under; None for all other threads.
+        """
+        wait = threading.current_thread(), under
+        with self._changed:
+            self._waits.append(wait)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waits.remove(wait)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
         """Reserve bytes of each node under the current lease, waiting while room may become free.
@@ -196,13 +235,18 @@ class RayStore:
         return short
 
     def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free: those under its own leases, or under none.
+        """Return the bytes that no wait of this thread can free: those under no lease, and those under some leases.
 
-        Its own are those that it opened, since it releases them, and those that it stores under.
+        These are its own, which it opened, since it releases them, or stores under; and those of threads that wait for
+        it.
         """
-        own = threading.get_ident()
-        claims = list(self._claims)
-        return sum(c.size for c in claims if not c.leases or any(own in lease._threads for lease in c.leases))
+        own, current, claims = threading.current_thread(), set(_current_leases()), list(self._claims)
+        waiting = {thread for thread, under in self._waits if under is None or under in current}
+        return sum(
+            claim.size
+            for claim in claims
+            if not claim.leases or any(own in one._threads or one._opener in waiting for one in claim.leases)
+        )
 
     def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> _Claim:
         claim = _Claim(sizes, leases)

@@ -20,7 +20,7 @@ Invariants (tests/distributed/test_weights.py):
    and ends no update before all buckets have arrived (`rlpack.rollout.bucket_receiver`).
 """
 
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -113,21 +113,29 @@ class WeightChannel(Generic[S, T]):
         version: number of updates so far, the policy version of the newest.
         is_published: whether engines have got weights by this channel.
         is_sending: whether an update is under way. If the target is started again meanwhile, the update is, too.
+        keeps: whether the weights that were published last stay in the object store until the next publication, so
+            that `publish_again` sends them even if the source has others by then.
     """
 
     def __init__(self, source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
-        """Agree on the buckets.
+        """Agree on the buckets; nothing is kept.
 
         Raises:
             RoleError: the source's weights do not fit the target, or a rank died or missed the deadline.
         """
         self.version = 0
-        self.is_published = self.is_sending = False
+        self.is_published = self.is_sending = self.keeps = False
+        self._kept: list[Any] = []
         self._source, self._target = source, target
         form = target.run(WeightTarget.weights_form)
         layout = source.run(WeightSource.open_weights, form)
         target.run(WeightTarget.check_weights, layout)
         self._form, self._layout = form, layout
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all weights of an update, in bytes."""
+        return sum(spec.num_bytes for bucket in self._layout.buckets for spec in bucket)
 
     def transfer(self: "WeightChannel[S, TransferT]") -> None:
         """Load the source's weights into all ranks of the target.
@@ -154,35 +162,44 @@ class WeightChannel(Generic[S, T]):
             RoleError: a rank raised, died or missed the deadline, a bucket did not arrive as it was sent, or an engine
                 failed the canary.
         """
-        return self._publish(canary, self.version + 1, may_replace=True)
+        version = self.version + 1
+        self.is_sending = True
+        try:
+            relays, kept = self._relays(canary, version, may_replace=True), self._kept if self.keeps else None
+            gaps = self._source.ranks.relay(relays, self._target.ranks, kept)
+        finally:
+            self.is_sending = False
+        self.version, self.is_published = version, True
+        return max(gaps)
 
     def publish_again(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor) -> float:
         """Load the weights into all engines under the version that they have, for engines that were replaced.
 
-        The source's weights must be those of the last `publish`. Arguments and errors are as there; an engine that
-        fails the canary is an error.
+        The source's weights must be those of the last `publish`, unless they were kept. Arguments and errors are as
+        there; an engine that fails the canary is an error.
         """
         self.agree()
-        return self._publish(canary, self.version, may_replace=False)
+        relays = self._relays(canary, self.version, may_replace=False)
+        if self.keeps and self.is_published:  # nothing is asked of the source, which another thread may train
+            return max(self._target.ranks.load_again(self._kept, relays))
+        self.is_sending = True
+        try:
+            return max(self._source.ranks.relay(relays, self._target.ranks))
+        finally:
+            self.is_sending = False
 
     def agree(self) -> None:
         """Agree on the buckets again with a target whose engines are new."""
         self._target.run(WeightTarget.check_weights, self._layout)
 
-    def _publish(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor, version: int, *, may_replace: bool) -> float:
-        """Load the weights as policy version `version`, and check the canary."""
+    def _relays(self, canary: Tensor, version: int, *, may_replace: bool) -> list[Relay]:
+        """Return the transfers that load the weights as policy version `version`, and check the canary."""
         check = Relay(
             owner=0,
             export=(self._source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
             load=(self._target.role, PublishTarget.publish.__name__, (canary, version, may_replace)),
         )
-        self.is_sending = True
-        try:
-            gaps = self._source.ranks.relay([*self._buckets(version), check], self._target.ranks)
-        finally:
-            self.is_sending = False
-        self.version, self.is_published = version, True
-        return max(gaps)
+        return [*self._buckets(version), check]
 
     def _buckets(self, version: int) -> list[Relay]:
         """Return the transfers of all buckets of the update to `version`."""

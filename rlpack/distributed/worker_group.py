@@ -98,8 +98,12 @@ class Ranks(Protocol):
         """Drop the results that have not been requested, and return the names of their calls."""
         ...
 
-    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values to all ranks of `target`; return the last results."""
+    def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
+        """Pass values to all ranks of `target`, and keep them for `load_again`, if asked; return the last results."""
+        ...
+
+    def load_again(self, values: Sequence[Any], relays: Sequence[Relay]) -> list[Any]:
+        """Load values that an earlier `relay` has kept; return the last results."""
         ...
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
@@ -154,12 +158,9 @@ class WorkerGroup(Generic[W]):
             raise PlacementError(
                 f"role {role} has {ranks.num_ranks} ranks, and {self.layout} needs {self.layout.world_size}"
             )
-        self.role = role
-        self.ranks = ranks
-        self.batching = self.layout.align(batching)
-        self.mini_batch_size = mini_batch_size
-        self._role_class = role_class
-        self._cost = cost
+        self.role, self.ranks = role, ranks
+        self.batching, self.mini_batch_size = self.layout.align(batching), mini_batch_size
+        self._role_class, self._cost = role_class, cost
         self._producers: Producers = producers or {}
         self._plan: MicrobatchPlan | None = None
         self.seed = 0

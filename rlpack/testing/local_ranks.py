@@ -75,17 +75,27 @@ class LocalRanks:
         """Return nothing: calls have run when `submit` returns."""
         return []
 
-    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values to all ranks of `target`, one after the other.
+    def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
+        """Pass values to all ranks of `target`, one after the other; `kept` gets copies of them.
 
         Returns the results of the last load.
         """
         results: list[Any] = []
+        values = [] if kept is None else kept
+        values.clear()
         for relay in relays:
             role, method, args = relay.export
             value = self.submit(Call(role, method, [args] * self.num_ranks, {})).result()[relay.owner]
+            values.append(pickle.loads(pickle.dumps(value)))
+            results = target.load_again(values[-1:], [relay])
+        return results
+
+    def load_again(self, values: Sequence[Any], relays: Sequence[Relay]) -> list[Any]:
+        """Load values that an earlier `relay` kept; return the results of the last load."""
+        results: list[Any] = []
+        for value, relay in zip(values, relays, strict=True):
             role, method, args = relay.load
-            results = target.submit(Call(role, method, [(value, *args)] * target.num_ranks, {})).result()
+            results = self.submit(Call(role, method, [(value, *args)] * self.num_ranks, {})).result()
         return results
 
     def pop_usage(self, role: str) -> dict[str, Usage]:

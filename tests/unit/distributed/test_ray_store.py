@@ -11,13 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
-from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.ray_store import RayStore, StoreLease
 
 GB = 10**9
 # Longer than any test takes: a wait where no room can come exceeds the test's time limit.
@@ -160,6 +161,61 @@ def test_a_step_waits_for_another_one_to_end():
         part = put(store, 60)
         assert 0.1 < time.monotonic() - began < 30
         assert (store.in_flight, part.is_readable) == (60, True)
+
+
+def reserving(store: RayStore, size: int, lease: StoreLease) -> BackgroundCall[ObjectHandle]:
+    """Store bytes under a lease in a thread of its own, which has begun to wait for room."""
+    call = BackgroundCall(lambda: lease.run(lambda: put(store, size)), name="draw")
+    assert not call.wait(0.3)
+    return call
+
+
+@pytest.mark.parametrize("awaits", [lambda store, lease: store.waiting(), lambda store, lease: lease.awaited()])
+def test_no_call_waits_for_the_release_of_a_thread_that_waits_for_it(awaits: Callable[..., Any]):
+    store = store_of()
+    with store.lease("a step"):
+        own = put(store, 60)
+        lease = store.lease("a batch")
+        call = reserving(store, 50, lease)
+        with store.lease("another batch").awaited():
+            assert not call.wait(0.3)
+        with awaits(store, lease):
+            assert call.wait(4.0)
+        with pytest.raises(StoreFullError):
+            call.outcome()
+        assert own.is_readable
+        call = reserving(store, 50, store.lease("a batch"))
+    assert call.wait(4.0)
+    assert call.outcome().is_readable
+
+
+def test_what_a_thread_that_ended_has_stored_is_waited_for_by_one_that_gets_its_number():
+    store = store_of()
+    first, second, idents = store.lease("batch 1"), store.lease("batch 2"), list[int]()
+
+    def keep() -> None:
+        idents.append(threading.get_ident())
+        first.run(lambda: handles.append(put(store, 60)))
+
+    def wait() -> None:
+        if threading.get_ident() == idents[0]:
+            second.run(lambda: handles.append(put(store, 60)))
+
+    handles: list[ObjectHandle] = []
+    run_in_thread(keep).join()
+    threads = []
+    while len(handles) < 2 and len(threads) < 50:
+        threads.append(run_in_thread(wait))
+        threads[-1].join(0.3)
+        first.release()
+        threads[-1].join()
+    assert len(handles) == 2 or len(threads) == 50
+
+
+def run_in_thread(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
 
 
 def test_a_wait_for_another_step_has_a_deadline():

@@ -76,6 +76,31 @@ def test_each_publication_gives_all_engines_the_newest_weights_and_the_next_vers
         actor.run(ActorWorker.train_step, lesson(), SFTLoss(), 0.05)
 
 
+def test_weights_that_were_kept_are_published_again_though_the_actor_has_others():
+    actor = group_of("actor", ActorWorker, tiny_config())
+    engines = group_of("rollout", RolloutWorker, tiny_config(seed=8), size=2)
+    prompts = tiny_rollouts([(3, 0), (5, 0)]).keep(["input_ids", "group_ids", "uid"])
+    prompts = prompts.union({"seeds": torch.tensor([5, 6])})
+    channel = WeightChannel(actor, engines)
+    channel.keeps = True
+
+    def sampled() -> tuple[list[int], list[float]]:
+        rollouts = engines.run(RolloutWorker.generate, prompts, SamplingParams(max_new_tokens=4))
+        return rollouts["policy_version"].values.tolist(), rollouts["rollout_logprobs"].values.tolist()
+
+    before = []
+    for version in (1, 2):
+        channel.publish(CANARY)
+        before.append(sampled())
+        actor.run(ActorWorker.train_step, lesson(), SFTLoss(), 0.05)
+        engines.run(RolloutWorker.require_weights)  # as of engines that were started again
+        with pytest.raises(RoleError, match="has no usable weights"):
+            sampled()
+        assert channel.publish_again(CANARY) < 1e-5
+        assert (channel.version, sampled()) == (version, before[-1])
+    assert before[0] != before[1]
+
+
 def test_a_weight_that_is_changed_before_it_is_sent_stops_the_run_and_publishes_nothing():
     actor, engine = group_of("actor", LossyActor, tiny_config()), group_of("rollout", RolloutWorker, tiny_config())
     channel = WeightChannel(actor, engine)

@@ -76,7 +76,10 @@ class LocalRanks:
         ]
         return Pending(lambda: [pickle.loads(pickled[rank]) for rank in call.outputs])
 
-    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+    def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
+        raise NotImplementedError
+
+    def load_again(self, values: Sequence[Any], relays: Sequence[Relay]) -> list[Any]:
         raise NotImplementedError
 
 

@@ -34,7 +34,7 @@ class Engines:
 
     def __init__(self, session: Session, *, seed: int = 0, delay_s: float = 0.0) -> None:
         self.session, self.random, self.delay_s = session, random.Random(seed), delay_s
-        self.weights = session.__dict__["rollout_weights"] = SimpleNamespace(version=1)
+        self.weights = session.__dict__["rollout_weights"] = SimpleNamespace(version=1, keeps=False)
         self.threads: list[str] = []
         self.drawn: list[tuple[int, int]] = []  # step and first prompt of each draw
 
@@ -191,7 +191,7 @@ def test_a_step_logs_the_metrics_of_its_own_batch_and_commits_its_position(tmp_p
     assert [record["prompts_consumed"] for record in trained] == [3, 7, 11]
 
 
-def test_a_failed_draw_ends_the_step_before_its_own_and_names_its_own(tmp_path: Path, publications: Any):
+def test_a_failed_draw_ends_the_run_once_the_step_before_its_own_is_logged(tmp_path: Path, publications: Any):
     session = session_ahead(tmp_path, steps=5)
     engines = publications(Engines(session))
 
@@ -200,9 +200,13 @@ def test_a_failed_draw_ends_the_step_before_its_own_and_names_its_own(tmp_path: 
             raise RoleError("rollout", 0, "generate", "died")
         return engines.draw(session, step)
 
+    session.config.checkpoint.__dict__["every"] = 2
     with pytest.raises(RoleError, match=r"role rollout, rank 0, in generate, step 3 of train: died"):
         walk(session, AheadQueue(session, draw), engines)
-    assert session.progress.step == 1  # step 2 was in progress
+    assert session.progress.step == 2
+    assert run_of(session).logged == [("train", 1), ("train", 2)]
+    assert engines.weights.version == 2  # nothing was published for a batch that nobody draws
+    assert session.saved == ()  # a checkpoint of step 2 would lack batch 3
 
 
 def test_a_step_that_failed_gets_the_same_batch_again(tmp_path: Path, publications: Any):
@@ -243,16 +247,25 @@ def test_a_token_that_is_too_old_or_from_the_future_ends_the_run(
         walk(session, AheadQueue(session, draw), engines)
 
 
-def test_every_engine_failing_while_the_actor_trains_is_an_error(tmp_path: Path, publications: Any):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_engines_that_fail_while_the_actor_trains_get_kept_weights_or_end_the_run(
+    tmp_path: Path, publications: Any, monkeypatch: pytest.MonkeyPatch, keeps: bool
+):
     session = session_ahead(tmp_path, steps=3)
-    engines = publications(Engines(session))
+    engines, replaced = publications(Engines(session)), list[str]()
+    engines.weights.keeps = keeps
+    monkeypatch.setattr(session, "replace_engines", lambda: replaced.append(threading.current_thread().name))
 
     def draw(session: Session, step: StepContext) -> Batch:
         if step.number == 2:
             time.sleep(0.1)  # by now the queue knows this thread's call
-            session.renew_engines(0, True)
+            assert session.renew_engines(0, True)
         return engines.draw(session, step)
 
+    if keeps:
+        walk(session, AheadQueue(session, draw), engines)
+        assert replaced == ["draw"]
+        return
     with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone; resume"):
         walk(session, AheadQueue(session, draw), engines)
 

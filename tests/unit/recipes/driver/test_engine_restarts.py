@@ -7,11 +7,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
-from rlpack.recipes.driver.engine_restarts import restore_engines
+from rlpack.recipes.driver.engine_restarts import keep_weights, restore_engines
+from tests.builders import tiny_config
 
 
-def calls(engine: str, *, is_published: bool = True, is_sending: bool = False, thread: Any = None) -> list[str]:
+def calls(
+    engine: str, *, is_published: bool = True, is_sending: bool = False, keeps: bool = False, thread: Any = None
+) -> list[str]:
     """Return what a restart does, in order."""
     made: list[str] = []
     rollout = SimpleNamespace(run=lambda method: made.append(method.__name__))
@@ -20,6 +24,7 @@ def calls(engine: str, *, is_published: bool = True, is_sending: bool = False, t
         publish_again=lambda canary: made.append("publish"),
         is_published=is_published,
         is_sending=is_sending,
+        keeps=keeps,
     )
     canary = torch.zeros(1, 4, dtype=torch.int64)
     restore_engines(*(cast(Any, rollout), cast(Any, channel), engine, canary, thread or threading.current_thread()))
@@ -35,6 +40,23 @@ def test_weights_are_not_published_twice_where_a_publication_or_the_router_follo
     assert calls("hf", is_sending=True) == calls("hf", is_published=False) == calls("vllm") == expected
 
 
-def test_a_batch_that_is_drawn_ahead_never_gets_other_weights_than_it_began_with():
+def test_a_batch_that_is_drawn_ahead_gets_the_weights_that_it_began_with_or_none():
+    assert calls("hf", keeps=True, thread=threading.Thread()) == ["agree", "require_weights", "publish"]
     with pytest.raises(RoleError, match=r"the weights that this batch or evaluation began with are gone; resume"):
         calls("hf", thread=threading.Thread())
+
+
+@pytest.mark.parametrize(
+    ("lead", "publish", "spare", "keeps"),
+    [(0, "drain", 100, False), (1, "drain", 100, True), (1, "drain", 99, False), (1, "in_flight", 100, False)],
+)
+def test_weights_are_kept_for_batches_drawn_ahead_with_drain_where_the_store_has_room(
+    lead: int, publish: Any, spare: int, keeps: bool, caplog: pytest.LogCaptureFixture
+):
+    channel = SimpleNamespace(keeps=False, num_bytes=100)
+    config = tiny_config(trainer=Trainer(lead=lead), rollout=Rollout(engine="vllm", publish=publish))
+    keep_weights(cast(Any, channel), config, cast(Any, SimpleNamespace(spare=spare)))
+    assert channel.keeps is keeps
+    is_short = spare < 100
+    assert ("the engines' weights (100 bytes) exceed the part of the object store" in caplog.text) is is_short
+    assert ("raise placement.object_store_gb or lower placement.in_flight_gb" in caplog.text) is is_short

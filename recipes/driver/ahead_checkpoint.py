@@ -1,0 +1,84 @@
+"""The batches that are drawn ahead (`rlpack.recipes.driver.ahead`), in a checkpoint.
+
+A folder has the list of the batches that wait and, of those whose rows it holds, one folder each.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.batch_files import write_batch
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.schema import Config
+from rlpack.recipes.driver.begun_batch import BegunBatch
+from rlpack.recipes.driver.session import Session
+
+FOLDER, LIST = "ahead", "ahead.json"
+
+
+def write_batches(session: Session, target: Path, batches: Sequence[tuple[BegunBatch, BatchedDataDict | None]]) -> None:
+    """Write batches into a new folder.
+
+    Args:
+        session: the run.
+        target: the folder.
+        batches: in order, each with its rows, or None if a resumed run draws it again from its position.
+
+    Raises:
+        CheckpointError: a file can't be written.
+    """
+    try:
+        target.mkdir()
+        document = {
+            "policy_version": session.rollout_weights.version,
+            "prompts_per_step": session.config.trainer.prompts_per_step,
+            "batches": [_entry(session, target, *batch) for batch in batches],
+        }
+        (target / LIST).write_text(json.dumps(document), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"the batches drawn ahead could not be written to {target}: {error}") from error
+
+
+def _entry(session: Session, target: Path, begun: BegunBatch, rows: BatchedDataDict | None) -> dict[str, Any]:
+    """Write the rows of a batch, if given, and return its entry of the list."""
+    context = begun.context
+    entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": rows is not None}
+    if rows is not None:
+        write_batch(session.store.fetch(rows), target / f"step-{context.number}")
+        entry |= {
+            "prompts_consumed": context.progress.prompts_consumed,
+            "metrics": context.metrics | context.timer.as_metrics(),
+            "counts": {} if begun.groups is None else begun.groups.counts,
+        }
+    return entry
+
+
+def check_late_window(session: Session, folder: Path, number: int) -> None:
+    """Raise if groups that a checkpoint holds of batch `number` are too old for the next step.
+
+    Raises:
+        CheckpointError: `trainer.late_groups.window` is smaller than it was.
+    """
+    window, needed = session.config.trainer.late_groups.window, session.progress.step + 2 - number
+    if window < needed:
+        raise CheckpointError(
+            f"trainer.late_groups.window is {window}, and the checkpoint in {folder} has groups that the next step "
+            f"takes {needed - 1} steps late; resume with trainer.late_groups.window={needed} or more, or choose "
+            "another run_dir"
+        )
+
+
+def check_prompts_per_step(config: Config, folder: Path, saved: int) -> None:
+    """Raise if prompts would be trained on twice or never, because batches begin where others don't end.
+
+    Raises:
+        CheckpointError: `trainer.prompts_per_step` has changed.
+    """
+    number = config.trainer.prompts_per_step
+    if saved != number:
+        raise CheckpointError(
+            f"trainer.prompts_per_step is {number}, and the batches that were drawn ahead in {folder} have {saved} "
+            f"prompts each; resume with trainer.prompts_per_step={saved}, or choose another run_dir"
+        )
