@@ -30,6 +30,8 @@ _NUM_ROWS, _NUM_TOKENS = 3, 3
 class LogprobGapLimit:
     """Warns once above a limit, and raises above ten times that.
 
+    Responses of an older policy (`trainer.lead`) differ by its updates, too: above ten times the limit they warn once.
+
     Attributes:
         limit: of the mean gap over response tokens, in nats; None checks nothing.
         warned: whether the warning was given.
@@ -52,6 +54,18 @@ class LogprobGapLimit:
     def is_fatal(self, gap: float) -> bool:
         """Return whether a gap ends the run."""
         return self.limit is not None and not gap <= FATAL_FACTOR * self.limit
+
+    def check_lagged(self, gap: float, step: int, lag: int) -> None:
+        """Warn about the mean gap of a step whose responses are up to `lag` publications old, in nats."""
+        if self.is_fatal(gap) and not self.warned:
+            self.warned = True
+            logger.warning(
+                "step %d: the trainer's and the sampler's log-probs of the same responses differ by %.3g nats on "
+                "average, over %g times the limit of %g, and the responses are up to %d publications old: either "
+                "updates are large, or the engine is wrong; rollout/canary_gap is at equal weights. Lower the learning "
+                "rate or trainer.lead. Later steps don't repeat this.",
+                *(step, gap, FATAL_FACTOR, self.limit, lag),
+            )
 
     def check(self, gap: float, scored: BatchedDataDict | None, store: Store, step: int) -> None:
         """Warn or raise about the mean gap of a step.

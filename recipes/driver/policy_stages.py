@@ -67,6 +67,8 @@ def compute_old_logprobs(
         step.metrics["actor/old_entropy"] = (old["entropy_sum"].sum() / tokens).item()
     if step.lag == 0:  # an older policy has other log-probs
         session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
+    else:
+        session.logprob_gap_limit.check_lagged(gap, step.number, step.lag)
     return rollouts.union(old.keep([name for name in _OF_OLD_POLICY if name in old]))
 
 
@@ -236,7 +238,10 @@ def update_actor(
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
-    if loss.on_policy and step.lag == 0 and (gap := step.metrics.get("rollout/logprob_gap")) is not None:
+    gap = step.metrics.get("rollout/logprob_gap") if loss.on_policy else None
+    if gap is not None and step.lag > 0:
+        session.logprob_gap_limit.check_lagged(gap, step.number, step.lag)
+    elif gap is not None:
         scored = None
         if session.logprob_gap_limit.is_fatal(gap):  # measured again, after the update, to name rows and tokens
             scored = rollouts.union(actor.run(ActorWorker.logprobs, rollouts).keep(["logprobs", "logprob_gap"]))

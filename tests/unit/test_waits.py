@@ -51,7 +51,7 @@ BOUNDED = {
         "recipes/preflight/reward_smoke_test.py: rewards.result()",
         "rlpack/testing/local_ranks.py: self.submit(Call(role, method, [args] * self.num_ranks, {})).result()",
         "rlpack/testing/local_ranks.py: "
-        "target.submit(Call(role, method, [(value, *args)] * target.num_ranks, {})).result()",
+        "self.submit(Call(role, method, [(value, *args)] * self.num_ranks, {})).result()",
     },
     "a call to vLLM, which has its deadline from its start": {
         "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, timeout_s, what).result()",

@@ -85,6 +85,33 @@ def test_settings_without_effect_are_named(recipe: str, correction: dict[str, An
     assert text in warning
 
 
+@pytest.mark.parametrize(
+    ("trainer", "correction", "rollout", "text"),
+    [
+        ({}, {}, {}, "with one optimizer step per batch, no log-probs may be computed before the update"),
+        ({"mini_batch_size": 8}, {}, {}, "with one optimizer step per batch"),
+        ({"mini_batch_size": 4}, {}, {}, None),
+        ({"updates_per_batch": 2}, {}, {}, None),
+        ({"lead": 0}, {}, {}, None),
+        ({}, {"warn_above": {"k3": 0.1}}, {}, None),
+        ({"updates_per_batch": 2}, {"bypass": True}, {}, "algorithm.correction.bypass=true skips the log-probs"),
+        ({"updates_per_batch": 2}, {}, {"top_k": 5}, "rollout.top_k or rollout.top_p filters what is sampled"),
+    ],
+)
+def test_a_run_with_a_lead_whose_staleness_nothing_measures_says_so(
+    trainer: dict[str, Any], correction: dict[str, Any], rollout: dict[str, Any], text: str | None
+):
+    sizes = {"lead": 1, "prompts_per_step": 2, "group_size": 4, "mini_batch_size": None}
+    config = tiny_config(
+        trainer=Trainer(**(sizes | trainer)),
+        algorithm=Algorithm(correction=Correction(**correction)),
+        rollout=Rollout(**rollout),
+    )
+    found = [warning for warning in config_warnings(config) if "mismatch/*" in warning]
+    assert len(found) == (text is not None)
+    assert text is None or text in found[0]
+
+
 def test_bounds_of_weights_have_an_effect():
     algorithm = Algorithm(correction=Correction(weights="sequence", lower=0.5, upper=3.0))
     assert config_warnings(tiny_config(algorithm=algorithm)) == []

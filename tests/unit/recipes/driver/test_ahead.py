@@ -5,7 +5,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
+from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
@@ -24,7 +25,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
-from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of
+from tests.unit.recipes.driver.sessions import AnsweringGroup, SavingSession, run_of, session_of
 
 PROMPTS = 3
 
@@ -254,6 +255,7 @@ def test_engines_that_fail_while_the_actor_trains_get_kept_weights_or_end_the_ru
     session = session_ahead(tmp_path, steps=3)
     engines, replaced = publications(Engines(session)), list[str]()
     engines.weights.keeps = keeps
+    session.groups["rollout"] = cast(Any, AnsweringGroup("rollout", Batching(), {}))
     monkeypatch.setattr(session, "replace_engines", lambda: replaced.append(threading.current_thread().name))
 
     def draw(session: Session, step: StepContext) -> Batch:

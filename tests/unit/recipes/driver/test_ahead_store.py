@@ -17,12 +17,13 @@ from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
+from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
-from tests.unit.recipes.driver.sessions import session_of
+from tests.unit.recipes.driver.sessions import AnsweringGroup, session_of
 
 # Deadline of a wait for room: longer than a test may take.
 LONG_S = 60.0
@@ -35,6 +36,7 @@ class Payloads:
         trainer = Trainer(steps=steps, lead=lead, prompts_per_step=1)
         self.session = session_of(folder, trainer=trainer, rollout=Rollout(**rollout))
         self.session.__dict__["rollout_weights"] = self.weights = cast(Any, type("Weights", (), {"version": 1})())
+        self.session.groups["rollout"] = cast(Any, AnsweringGroup("rollout", Batching(), {}))
         self.store = RayStore(budget, wait_s=LONG_S, room=lambda: {"a": (1e9, 1e9)})
         self.session.store = cast(Any, self)
         self.before: dict[int, Callable[[], object]] = {}
@@ -137,7 +139,7 @@ def test_a_batch_too_large_to_fit_next_to_none_fails_though_the_step_waits_for_i
     tmp_path: Path, payloads: Callable[..., Payloads]
 ):
     run = payloads(tmp_path, 100)
-    run.before = {2: lambda: setattr(run, "kept", run.store.lease("for good").run(lambda: run.put(10)))}
+    run.before = {2: lambda: setattr(run, "kept", run.store.lease("the run").run(lambda: run.put(10)))}
     run.before |= {3: lambda: setattr(run, "more", run.put(50))}
     with pytest.raises(StoreFullError, match="60 bytes of tokens and texts exceed"):
         within(20, run.walk)

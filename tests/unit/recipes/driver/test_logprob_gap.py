@@ -40,6 +40,16 @@ def test_the_limit_follows_precision_and_filters_unless_set(changes, limit):
     assert LogprobGapLimit.from_config(tiny_config(**changes)).limit == limit
 
 
+def test_a_gap_of_stale_responses_is_warned_of_once_above_ten_times_the_limit(caplog):
+    limit = LogprobGapLimit(0.05)
+    for step, gap in enumerate([0.3, 0.5, 0.51, float("nan"), 0.6], 1):
+        limit.check_lagged(gap, step, lag=2)
+    LogprobGapLimit(None).check_lagged(9.0, 1, lag=1)
+    (record,) = caplog.records
+    assert "step 3: " in record.getMessage()
+    assert "0.51 nats on average, over 10 times the limit of 0.05, and the responses are up to 2" in record.getMessage()
+
+
 def test_a_gap_over_the_limit_is_warned_of_once_and_names_the_key(caplog):
     limit = LogprobGapLimit(0.05)
     with caplog.at_level(logging.WARNING):
