@@ -82,6 +82,7 @@ class RolloutWorker(Worker):
             device=context.torch_device,
             seed=config.seed,
             max_length=max(longest_rollout(config), CANARY_LENGTH),
+            placement=config.placement,
         )
         engine = build()
         tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])

@@ -261,7 +261,9 @@ class Rollout(Section):
         "before it generates. null is 1.",
     )
     request_timeout_s: Seconds = Field(
-        default=600.0, description="Deadline of one response by vLLM, its time in the engine's queue included, in s."
+        default=600.0,
+        description="Deadline of one response by vLLM, its time in the engine's queue included, and of one call that "
+        "loads weights, which may also take at most half of placement.call_timeout_s, in s.",
     )
     lora: Literal["merged", "adapter"] = Field(
         default="merged",

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.weight_layout import WeightLayout
-from rlpack.config.schema import Model, Rollout
+from rlpack.config.schema import Model, Placement, Rollout
 from rlpack.rollout.types import Generations, SamplingParams
 
 # `rollout.engine` to package.module:Class; only the selected engine is imported.
@@ -48,6 +48,7 @@ class Engine(Protocol):
         device: torch.device,
         seed: int,
         max_length: int,
+        placement: Placement | None = None,
     ) -> Self:
         """Build the engine on one rank.
 
@@ -58,6 +59,7 @@ class Engine(Protocol):
             device: the rank's device.
             seed: seed of a new model's weights.
             max_length: most tokens of a row, prompt and response together or canary; for the size of caches.
+            placement: the `placement` section, for deadlines; None for its defaults.
         """
         ...
 

@@ -25,6 +25,10 @@ class StalenessError(EngineError):
     """A token was sampled by an older policy version than the run allows."""
 
 
+class EngineDeadlineError(EngineError):
+    """An engine's process did not answer in time; it is treated as dead."""
+
+
 class BucketError(EngineError):
     """A bucket of weights was not loaded; engines that load in the background raise this in a later call.
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.weight_layout import WeightLayout
-from rlpack.config.schema import Model, Rollout
+from rlpack.config.schema import Model, Placement, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.rollout.decoders import Decoder
@@ -74,6 +74,7 @@ class HFEngine:
         device: torch.device,
         seed: int,
         max_length: int,
+        placement: Placement | None = None,
     ) -> Self:
         """Build the model of the `model` section on the rank's device, with an attention that supports a cache.
 

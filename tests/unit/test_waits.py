@@ -54,7 +54,7 @@ BOUNDED = {
         "self.submit(Call(role, method, [(value, *args)] * self.num_ranks, {})).result()",
     },
     "a call to vLLM, which has its deadline from its start": {
-        "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, timeout_s, what).result()",
+        "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, deadline, what).result()",
         "rlpack/rollout/vllm/weight_sender.py: call.result()",
     },
     "a run ends by the deadlines of its calls, or a user stops it": {"rlpack/cli/supervise.py: attempt.wait()"},

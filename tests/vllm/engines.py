@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlpack.batch.ragged import Ragged
-from rlpack.config.schema import Model, Rollout
+from rlpack.config.schema import Model, Placement, Rollout
 from rlpack.data.tokenization import character_tokenizer, eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.policy import Policy
@@ -56,12 +56,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_section(family: str, *, tied: bool) -> Model:
-    return Model(config={"model_type": family, **SIZES, **FAMILIES[family], "tie_word_embeddings": tied})
+def model_section(family: str, *, tied: bool, **sizes: Any) -> Model:
+    return Model(config={"model_type": family, **SIZES, **FAMILIES[family], "tie_word_embeddings": tied} | sizes)
 
 
 def start(
-    family: str, *, tied: bool, seed: int = 0, max_length: int = MAX_LENGTH, device: str = "cpu", **rollout: Any
+    family: str,
+    *,
+    tied: bool,
+    seed: int = 0,
+    max_length: int = MAX_LENGTH,
+    device: str = "cpu",
+    placement: Placement | None = None,
+    **rollout: Any,
 ) -> VLLMEngine:
     """Start an engine with a new model."""
     return VLLMEngine.from_settings(
@@ -71,13 +78,14 @@ def start(
         device=torch.device(device),
         seed=seed,
         max_length=max_length,
+        placement=placement,
     )
 
 
-def causal_lm(family: str, *, tied: bool, seed: int) -> PreTrainedModel:
-    """Return the model in transformers that an engine with the same seed starts with."""
+def causal_lm(family: str, *, tied: bool, seed: int, **sizes: Any) -> PreTrainedModel:
+    """Return the model in transformers that an engine with the same seed starts with, if it has the same sizes."""
     return build_causal_lm(
-        model_section(family, tied=tied),
+        model_section(family, tied=tied, **sizes),
         vocab_size=VOCABULARY,
         eos_token_id=eos_id(TOKENIZER),
         pad_token_id=pad_id(TOKENIZER),

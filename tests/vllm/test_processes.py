@@ -178,7 +178,9 @@ if __name__ == "__main__":
 def test_vllms_process_ends_with_a_rank_that_is_killed(tmp_path: Path, how: signal.Signals):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as rank:
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as rank:
         assert rank.stdout is not None
         engine = psutil.Process(int(next(line for line in rank.stdout if line.strip().isdecimal())))
         assert is_running(engine)

@@ -72,6 +72,11 @@ class EngineLog:
         text = self._pass_on(logging.ERROR)
         return first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
 
+    def last_words(self) -> str:
+        """Return the first error in new output, else the last line, and copy it to the run's log at level ERROR."""
+        text = self._pass_on(logging.ERROR)
+        return first_error(text) or _in_one_line((text.strip().splitlines() or [""])[-1])
+
     def _pass_on(self, level: int) -> str:
         """Copy new output to the run's log and return it."""
         logged = self.path.read_bytes()

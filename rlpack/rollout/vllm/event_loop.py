@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-from rlpack.rollout.errors import EngineError
+from rlpack.rollout.errors import EngineDeadlineError, EngineError
+from rlpack.rollout.vllm.deadlines import Deadline
 
 T = TypeVar("T")
 
@@ -28,20 +29,21 @@ class EventLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> T:
         """Run a coroutine and return its result; arguments as for `start`.
 
         Raises:
-            EngineError: the deadline passed, and the coroutine has been cancelled; or the loop is closed.
+            EngineDeadlineError: the deadline passed, and the coroutine has been cancelled.
+            EngineError: the loop is closed.
         """
-        return self.start(coroutine, timeout_s, what).result()
+        return self.start(coroutine, deadline, what).result()
 
-    def start(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> "StartedCall[T]":
+    def start(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline, what: str) -> "StartedCall[T]":
         """Start a coroutine and return at once.
 
         Args:
             coroutine: what to run.
-            timeout_s: deadline in seconds, from now.
+            deadline: how long it may take from now, and the key that says so.
             what: what it does, for the error.
 
         Raises:
@@ -50,7 +52,7 @@ class EventLoop:
         if not self._thread.is_alive():
             coroutine.close()
             raise EngineError(f"vLLM can't {what}: its engine is closed")
-        return StartedCall(asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout_s, what)
+        return StartedCall(asyncio.run_coroutine_threadsafe(coroutine, self._loop), deadline, what)
 
     def close(self) -> None:
         """Cancel running coroutines, and end the thread."""
@@ -65,16 +67,16 @@ class EventLoop:
 class StartedCall(Generic[T]):
     """A running coroutine with a deadline."""
 
-    def __init__(self, future: "concurrent.futures.Future[T]", timeout_s: float, what: str) -> None:
-        """Wrap a running coroutine; its deadline is `timeout_s` seconds from now."""
-        self._future, self._timeout_s, self._what = future, timeout_s, what
-        self._end = time.monotonic() + timeout_s
+    def __init__(self, future: "concurrent.futures.Future[T]", deadline: Deadline, what: str) -> None:
+        """Wrap a running coroutine; its deadline begins now."""
+        self._future, self._deadline, self._what = future, deadline, what
+        self._end = time.monotonic() + deadline.seconds
 
     def result(self) -> T:
         """Wait for the coroutine and return its result.
 
         Raises:
-            EngineError: the deadline passed, and the coroutine has been cancelled.
+            EngineDeadlineError: the deadline passed, and the coroutine has been cancelled.
         """
         try:
             return self._future.result(timeout=max(0.0, self._end - time.monotonic()))
@@ -82,7 +84,7 @@ class StartedCall(Generic[T]):
             if self._future.done():  # the coroutine's own error
                 raise
             self._future.cancel()
-            raise EngineError(f"vLLM did not {self._what} within {self._timeout_s:g} s") from error
+            raise EngineDeadlineError(f"vLLM did not {self._what} within {self._deadline}") from error
 
 
 async def _cancel_all() -> None:

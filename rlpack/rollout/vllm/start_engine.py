@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from rlpack.rollout.engine_meter import EngineMeter
-from rlpack.rollout.errors import EngineError
+from rlpack.rollout.errors import EngineDeadlineError, EngineError
+from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.engine_log import EngineLog
 from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.process_variables import DEFAULT_VARIABLES, process_variables
 from rlpack.rollout.vllm.vllm_package import installation_problem
 
-# vLLM's own deadline is for its process; ours is for all of the start.
-_START_S = 900.0
 # The kernel's time to end a killed process.
 _KILL_S = 10.0
 
@@ -52,12 +51,15 @@ class StartedEngine(NamedTuple):
         kill(self.processes)
 
 
-def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool, deterministic: bool) -> StartedEngine:
+def start_engine(
+    arguments: Mapping[str, Any], loop: EventLoop, *, deadline: Deadline, on_gpu: bool, deterministic: bool
+) -> StartedEngine:
     """Start an engine.
 
     Args:
         arguments: the engine arguments.
         loop: where the front end's coroutines will run.
+        deadline: of the start; vLLM's own, which is longer, is for its process alone.
         on_gpu: whether it runs on a GPU.
         deterministic: whether rounding must not depend on which rows run together.
 
@@ -79,7 +81,14 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool,
     before = set(multiprocessing.active_children())
     try:
         with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}), log.standard_error():
-            front_end = loop.run(_start(arguments, meter), _START_S, "start")
+            front_end = loop.run(_start(arguments, meter), deadline, "start")
+    except EngineDeadlineError as error:
+        kill(_new_processes(before))
+        reason = log.last_words()
+        said = f"it logged last: {reason}" if reason else "it logged nothing"
+        raise EngineError(
+            f"{error}; raise the key if it takes longer to load the model or to compile; {said}"
+        ) from error
     except Exception as error:
         kill(_new_processes(before))
         raise EngineError(f"vLLM did not start: {log.explain(error)}") from error

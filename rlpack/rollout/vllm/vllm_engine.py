@@ -7,7 +7,8 @@ short response makes room for the next one at once. New weights reach EngineCore
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -19,15 +20,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.weight_layout import WeightLayout
-from rlpack.config.schema import Model, Rollout
+from rlpack.config.schema import Model, Placement, Rollout
 from rlpack.data.tokenization import pad_id
 from rlpack.models.loading import build_meta_model
 from rlpack.rollout.deterministic import check_deterministic
 from rlpack.rollout.engine import FinishedRow
-from rlpack.rollout.errors import EngineError, SamplingError
+from rlpack.rollout.errors import EngineDeadlineError, EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout, tied_names
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments, engine_length
+from rlpack.rollout.vllm.deadlines import Deadlines
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.initial_weights import initial_weights
@@ -35,12 +37,12 @@ from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_pro
 from rlpack.rollout.vllm.row_requests import Row, RowRequests
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
-from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
+from rlpack.rollout.vllm.start_engine import StartedEngine, kill, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Deadline of a call that changes or reads the engine's state, in seconds.
-_CONTROL_S = 300.0
+# Of requests, after their own deadline: for an event loop that hangs.
+_GRACE_S = 10.0
 
 
 class VLLMEngine:
@@ -54,7 +56,7 @@ class VLLMEngine:
         *,
         dtype: torch.dtype,
         max_length: int,
-        request_timeout_s: float,
+        deadlines: Deadlines,
         takes_adapters: bool = False,
         sleep_level: int = 0,
     ) -> None:
@@ -66,7 +68,7 @@ class VLLMEngine:
             model: the same model in transformers, on the meta device, for names and shapes.
             dtype: in which weights arrive.
             max_length: longest prompt and response together, in tokens.
-            request_timeout_s: deadline of one response, in seconds.
+            deadlines: of responses, and of calls that load weights, or read or change the engine's state.
             takes_adapters: whether updates contain only the matrices of adapters instead of all weights.
             sleep_level: what `sleep` frees; see `SleepCycle`.
         """
@@ -76,14 +78,16 @@ class VLLMEngine:
         self._engine: Any = engine.front_end
         self._log = engine.log
         self._loop, self._model = loop, model
-        self._max_length, self._request_timeout_s = max_length, request_timeout_s
+        self._max_length, self._deadline = max_length, deadlines.control
+        self._request_timeout_s = deadlines.request_s
         self._aliases = tied_names(model)
         self._adapters = RuntimeAdapters(model) if takes_adapters else None
         self._next_request = 0
         self._rows = RowRequests(engine.front_end, self._request, self._explain)
-        self._sender = WeightSender(engine.front_end, loop, self._explain)
+        self._sender = WeightSender(engine.front_end, loop, self._explain, deadlines.control)
         self._cycle = SleepCycle(engine.front_end, self._control, sleep_level)
         self._cause: str | None = None
+        self._is_hung = False
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
         self.policy_version = 0  # vLLM's own first version is not a number
@@ -98,6 +102,7 @@ class VLLMEngine:
         device: torch.device,
         seed: int,
         max_length: int,
+        placement: Placement | None = None,
     ) -> Self:
         """Start vLLM with the model of the `model` section; with a sleep level, it sleeps until its first update.
 
@@ -110,6 +115,7 @@ class VLLMEngine:
         meta = build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
         dtype = settings.dtype or "fp32"
         max_length = engine_length(max_length)
+        deadlines = Deadlines.of(settings, placement or Placement())
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         loop = EventLoop("rlpack-vllm")
         try:
@@ -120,7 +126,13 @@ class VLLMEngine:
                 if settings.lora == "adapter":
                     arguments |= adapter_arguments(meta, arguments["max_lora_rank"])
                 remote = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-                engine = start_engine(arguments | remote, loop, on_gpu=gpus > 0, deterministic=settings.deterministic)
+                engine = start_engine(
+                    arguments | remote,
+                    loop,
+                    deadline=deadlines.start,
+                    on_gpu=gpus > 0,
+                    deterministic=settings.deterministic,
+                )
         except BaseException:
             loop.close()
             raise
@@ -131,7 +143,7 @@ class VLLMEngine:
                 meta,
                 dtype=_DTYPES[dtype],
                 max_length=max_length,
-                request_timeout_s=settings.request_timeout_s,
+                deadlines=deadlines,
                 takes_adapters=settings.lora == "adapter",
                 sleep_level=(settings.sleep_level or 0) if gpus else 0,
             )
@@ -167,7 +179,7 @@ class VLLMEngine:
         self.begin(range(prompts.num_rows), prompts, params, seeds)
         responses: dict[int, Any] = {}
         # Each row has its own deadline; this one is for an event loop that hangs.
-        deadline = time.monotonic() + self._request_timeout_s + _CONTROL_S
+        deadline = time.monotonic() + self._request_timeout_s + _GRACE_S
         while len(responses) < prompts.num_rows:
             if (left := deadline - time.monotonic()) <= 0:
                 raise EngineError(f"vLLM's front end answered {len(responses)} of {prompts.num_rows} rows, then hung")
@@ -198,7 +210,7 @@ class VLLMEngine:
             Row(key, row.numpy(), int(seed), params)
             for key, row, seed in zip(keys, prompts.rows(), seeds.astype(np.uint64), strict=True)
         ]
-        self._loop.run(self._rows.begin(rows, self._policy_version), _CONTROL_S, "take new requests")
+        self._loop.run(self._rows.begin(rows, self._policy_version), self._deadline, "take new requests")
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         """Return the rows that ended; see `StreamingEngine.finished`."""
@@ -210,7 +222,7 @@ class VLLMEngine:
 
     def abort(self, keys: Sequence[int] | None = None) -> None:
         """Cancel the requests of rows, by default of all, and drop their results."""
-        self._loop.run(self._rows.cancel(keys), _CONTROL_S, "cancel its requests")
+        self._loop.run(self._rows.cancel(keys), self._deadline, "cancel its requests")
         if keys is None:
             self._started.meter.end()
 
@@ -225,7 +237,7 @@ class VLLMEngine:
 
     def resume(self) -> None:
         """Continue interrupted rows; see `StreamingEngine.resume`."""
-        self._loop.run(self._rows.resume(self._policy_version), _CONTROL_S, "continue its requests")
+        self._loop.run(self._rows.resume(self._policy_version), self._deadline, "continue its requests")
 
     def sleep(self) -> None:
         """Free GPU memory; see `StreamingEngine.sleep`."""
@@ -239,14 +251,14 @@ class VLLMEngine:
     @property
     def is_alive(self) -> bool:
         """Return whether EngineCore runs."""
-        return self._engine is not None and not self._engine.errored
+        return self._engine is not None and not self._is_hung and not self._engine.errored
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
         self._cycle.check_awake()
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False, "seed": 0}
         requests = [self._request(to_prompt(row.tolist(), self._policy_version), sampling) for row in token_ids]
-        outputs = self._answers(requests, self._request_timeout_s + _CONTROL_S)
+        outputs = self._control(gather(requests), "score a prompt")
         return torch.stack([prompt_logprobs(output, token_ids.shape[1]) for output in outputs])
 
     def check_weights(self, layout: WeightLayout) -> None:
@@ -259,7 +271,8 @@ class VLLMEngine:
             self._adapters.open(layout)
             return
         check_layout(self._model, layout)
-        self._sender.restart()
+        with self._ending_a_hang():
+            self._sender.restart()
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
         """Send one bucket of weights to EngineCore, which loads it while the next one is prepared.
@@ -272,7 +285,8 @@ class VLLMEngine:
             self._adapters.add(weights)
         else:
             self._cycle.prepare_update()
-            self._sender.send(self._checkpoint_names(weights))
+            with self._ending_a_hang():
+                self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
         """Use the weights that arrived, and forget all cached keys and values of older ones, unless rows keep them.
@@ -285,7 +299,8 @@ class VLLMEngine:
             self._cycle.wake()
             self._control(self._adapters.load(self._engine), "load an adapter")
         else:
-            self._sender.finish()
+            with self._ending_a_hang():
+                self._sender.finish()
             self._cycle.end_update()
         if not self._rows.keeps_cache and not self._control(
             self._engine.reset_prefix_cache(), "reset its prefix cache"
@@ -343,7 +358,7 @@ class VLLMEngine:
                 async for output in self._engine.generate(prompt, sampling_params, name, lora_request=adapter):
                     final = output
         except TimeoutError:
-            raise EngineError(
+            raise EngineDeadlineError(
                 f"request {name} got no response within rollout.request_timeout_s={self._request_timeout_s:g} s at "
                 f"policy version {self._policy_version}"
             ) from None
@@ -351,22 +366,23 @@ class VLLMEngine:
             raise EngineError(f"vLLM ended request {name} without a result")
         return final
 
-    def _answers(self, requests: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
-        """Return the results of all requests, in their order."""
-        try:
-            return self._loop.run(gather(requests), timeout_s, "answer its requests")
-        except EngineError:
-            raise
-        except Exception as error:
-            raise EngineError(
-                f"vLLM failed at policy version {self._policy_version}: {self._explain(error)}"
-            ) from error
-
     def _control(self, coroutine: Any, what: str) -> Any:
         """Run a call that changes or reads the engine's state, and give its errors a name."""
+        with self._ending_a_hang():
+            try:
+                return self._loop.run(coroutine, self._deadline, what)
+            except EngineError:
+                raise
+            except Exception as error:
+                raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
+
+    @contextmanager
+    def _ending_a_hang(self) -> Iterator[None]:
+        """Kill vLLM's process if it misses a deadline in the block; the engine is dead then, and can be replaced."""
         try:
-            return self._loop.run(coroutine, _CONTROL_S, what)
-        except EngineError:
+            yield
+        except EngineError as error:
+            if EngineDeadlineError in (type(error), type(error.__cause__)) and self._engine is not None:
+                self._is_hung, self._cause = True, f"vLLM's process hung and was killed: {error}"
+                kill(self._started.processes)
             raise
-        except Exception as error:
-            raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error

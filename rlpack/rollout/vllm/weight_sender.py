@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from rlpack.rollout.errors import BucketError, EngineError
+from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, StartedCall
 from rlpack.rollout.vllm.weight_buffers import NUM_BUFFERS, Buffers, WeightBuffers
 
 logger = logging.getLogger(__name__)
 
-# Deadline of each call in seconds.
-_LOAD_S = 300.0
 _OPEN, _BEGIN = "open the transfer of weights", "begin an update of its weights"
 
 
@@ -38,15 +37,18 @@ class WeightSender:
         buffers: where buckets are written.
     """
 
-    def __init__(self, front_end: Any, loop: EventLoop, explain: Callable[[Exception], str]) -> None:
+    def __init__(
+        self, front_end: Any, loop: EventLoop, explain: Callable[[Exception], str], deadline: Deadline
+    ) -> None:
         """Wrap a running front end of vLLM.
 
         Args:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
             loop: runs its coroutines.
             explain: returns the cause of an error raised by vLLM.
+            deadline: of each call.
         """
-        self._front_end, self._loop, self._explain = front_end, loop, explain
+        self._front_end, self._loop, self._explain, self._deadline = front_end, loop, explain, deadline
         self.buffers: Buffers = WeightBuffers()
         self._on_their_way: deque[tuple[int, StartedCall[Any]]] = deque()
         self._next_index: int | None = None
@@ -116,13 +118,14 @@ class WeightSender:
         index = self._next_index or 0
         opening = None
         if self._next_index is None:
-            opening = self._loop.start(self._front_end.start_weight_update(), _LOAD_S, _BEGIN)
+            opening = self._loop.start(self._front_end.start_weight_update(), self._deadline, _BEGIN)
             self._next_index = 0  # from here on `restart` has an update to drop, even if the bucket isn't written
         self._wait_for(NUM_BUFFERS - 1)
         note = self.buffers.write(weights, index)
         if opening is not None:
             self._end(opening, _BEGIN)
-        call = self._loop.start(self._update({"note": asdict(note)}), _LOAD_S, f"load bucket {index} of the weights")
+        what = f"load bucket {index} of the weights"
+        call = self._loop.start(self._update({"note": asdict(note)}), self._deadline, what)
         self._on_their_way.append((index, call))
         self._next_index = index + 1
 
@@ -183,7 +186,7 @@ class WeightSender:
 
     def _call(self, coroutine: Any, what: str) -> None:
         """Run a call and wait for it."""
-        self._end(self._loop.start(coroutine, _LOAD_S, what), what)
+        self._end(self._loop.start(coroutine, self._deadline, what), what)
 
     def _end(self, call: StartedCall[Any], what: str) -> None:
         """Wait for a call; raise its errors as an `EngineError` that describes it."""

@@ -6,11 +6,15 @@ import time
 
 import pytest
 
-from rlpack.rollout.errors import EngineError
+from rlpack.rollout.errors import EngineDeadlineError, EngineError
+from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.event_loop import EventLoop
 
 DEADLINE_S = 0.2
+DEADLINE = Deadline(DEADLINE_S, "some.key=0.2")
 LATEST_S = 5.0  # far below the 30 s that the coroutines take, far above what a slow machine adds
+
+LATEST = Deadline(LATEST_S, "some.key=5")
 
 
 @pytest.fixture
@@ -44,8 +48,8 @@ async def waits_for_nothing():
 @pytest.mark.parametrize("work", [sleeps, ignores_cancellation, blocks_its_thread, waits_for_nothing])
 def test_the_deadline_is_kept_whatever_the_coroutine_does(loop, work):
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"^vLLM did not load something within 0\.2 s$"):
-        loop.run(work(), DEADLINE_S, "load something")
+    with pytest.raises(EngineDeadlineError, match=r"^vLLM did not load something within 0\.2 s \(some\.key=0\.2\)$"):
+        loop.run(work(), DEADLINE, "load something")
     assert DEADLINE_S <= time.monotonic() - start < 2.5
 
 
@@ -53,7 +57,7 @@ def test_a_result_is_returned_and_the_coroutine_runs_in_the_loops_own_thread(loo
     async def name():
         return threading.current_thread().name
 
-    assert loop.run(name(), LATEST_S, "answer") == "tested-loop"
+    assert loop.run(name(), LATEST, "answer") == "tested-loop"
 
 
 @pytest.mark.parametrize("error", [ValueError("a reason"), TimeoutError("vLLM's own"), EngineError("request 3")])
@@ -62,7 +66,7 @@ def test_an_error_of_the_coroutine_passes_through(loop, error):
         raise error
 
     with pytest.raises(type(error)) as caught:
-        loop.run(fails(), LATEST_S, "answer")
+        loop.run(fails(), LATEST, "answer")
     assert str(caught.value) == str(error)
 
 
@@ -77,13 +81,13 @@ def test_a_coroutine_is_cancelled_at_its_deadline_and_the_loop_goes_on(loop):
             raise
 
     with pytest.raises(EngineError):
-        loop.run(waits(), DEADLINE_S, "answer")
+        loop.run(waits(), DEADLINE, "answer")
     assert cancelled.wait(LATEST_S)
 
     async def one():
         return 1
 
-    assert loop.run(one(), LATEST_S, "answer") == 1
+    assert loop.run(one(), LATEST, "answer") == 1
 
 
 def test_closing_cancels_what_still_runs_and_ends_the_thread():
@@ -99,7 +103,7 @@ def test_closing_cancels_what_still_runs_and_ends_the_thread():
     async def start():
         return asyncio.ensure_future(in_background())
 
-    task = loop.run(start(), LATEST_S, "start")
+    task = loop.run(start(), LATEST, "start")
     assert begun.wait(LATEST_S)
     start_time = time.monotonic()
     loop.close()
@@ -115,14 +119,14 @@ def test_a_closed_loop_refuses_at_once():
     loop.close()
     start = time.monotonic()
     with pytest.raises(EngineError, match="vLLM can't load something: its engine is closed"):
-        loop.run(sleeps(), 30, "load something")
+        loop.run(sleeps(), LATEST, "load something")
     assert time.monotonic() - start < LATEST_S
 
 
 def test_closing_ends_in_time_even_if_a_coroutine_blocks_the_thread():
     loop = EventLoop("tested-loop")
     with pytest.raises(EngineError):
-        loop.run(blocks_its_thread(), 0.05, "answer")
+        loop.run(blocks_its_thread(), DEADLINE, "answer")
     start = time.monotonic()
     loop.close()
     assert time.monotonic() - start < 2.9

@@ -1,0 +1,62 @@
+"""How long calls of vLLM may take, by the keys of the configuration.
+
+A call that loads weights or changes the engine's state runs within a call of the role. Its deadline is below that of
+the role's call, so that the rank itself notices a hang: it ends vLLM's process and starts another one. If the role's
+deadline passed first, the driver would end the rank.
+"""
+
+from typing import NamedTuple
+
+from rlpack.config.schema import Placement, Rollout
+
+# Of the deadline of the role's call. The rest is for ending vLLM's process, which takes at most 20 s.
+_OF_CALL = 0.5
+# Of the deadline of the role's start. The rest is for what comes before vLLM, such as making a new model.
+_OF_START = 0.9
+
+
+class Deadline(NamedTuple):
+    """A longest time, and the key that sets it.
+
+    >>> str(Deadline(30.0, "half of placement.call_timeout_s=60"))
+    '30 s (half of placement.call_timeout_s=60)'
+    """
+
+    seconds: float
+    source: str
+
+    def __str__(self) -> str:
+        """Return how errors name it."""
+        return f"{self.seconds:g} s ({self.source})"
+
+
+class Deadlines(NamedTuple):
+    """The deadlines of an engine.
+
+    Attributes:
+        start: of its start.
+        control: of a call that loads weights, or reads or changes its state.
+        request_s: of a response, in seconds: `rollout.request_timeout_s`.
+    """
+
+    start: Deadline
+    control: Deadline
+    request_s: float
+
+    @classmethod
+    def of(cls, rollout: Rollout, placement: Placement) -> "Deadlines":
+        """Return the deadlines of a configuration.
+
+        >>> deadlines = Deadlines.of(Rollout(), Placement(call_timeout_s=100.0))
+        >>> str(deadlines.control)
+        '50 s (half of placement.call_timeout_s=100)'
+        >>> str(Deadlines.of(Rollout(), Placement()).control)
+        '600 s (rollout.request_timeout_s=600)'
+        """
+        start_s, call_s, request_s = placement.start_timeout_s, placement.call_timeout_s, rollout.request_timeout_s
+        start = Deadline(_OF_START * start_s, f"{_OF_START:g} of placement.start_timeout_s={start_s:g}")
+        if request_s <= _OF_CALL * call_s:
+            control = Deadline(request_s, f"rollout.request_timeout_s={request_s:g}")
+        else:
+            control = Deadline(_OF_CALL * call_s, f"half of placement.call_timeout_s={call_s:g}")
+        return cls(start, control, request_s)

@@ -1,0 +1,107 @@
+"""An engine that hangs while weights are published is killed at a deadline and replaced, like one that died."""
+
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from rlpack.batch.bucket import pack_bucket
+from rlpack.config.schema import Placement
+from rlpack.distributed.context import RankContext
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
+from rlpack.rollout.canary import TOLERANCES
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm.vllm_engine import VLLMEngine
+from rlpack.workers.rollout import RolloutWorker
+from tests.vllm.engines import CANARY, TOKENIZER, policy, prompts_of, reference, sampled, start
+
+CALL_S = 12.0  # so vLLM has 6 s for each of its calls
+GRACE_S = 2.0
+SECOND = SamplingParams(max_new_tokens=2)
+
+
+def engine() -> VLLMEngine:
+    return start("qwen2", tied=False, placement=Placement(call_timeout_s=CALL_S))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RolloutWorker]:
+    tolerance = TOLERANCES[torch.float32]
+    worker = RolloutWorker(RankContext(), engine(), TOKENIZER, canary_tolerance=tolerance, rebuild=engine)
+    yield worker
+    worker._engine.close()
+
+
+def publish(worker: RolloutWorker, built: Policy, version: int, *, before: Callable[[str], None], again: bool) -> float:
+    """Publish a policy's weights as the driver does; `before` is called before each bucket and before the canary."""
+    stream = WeightStream(built, torch.float32, bucket_bytes=200_000)
+    worker.check_weights(stream.layout)
+    for index, weights in enumerate(stream):
+        before(f"bucket {index}")
+        worker.load_bucket(pack_bucket(weights, index=index, count=len(stream.layout), version=version), version)
+    before("the end")
+    return worker.publish(reference(built, CANARY).numpy(), CANARY, version, not again)
+
+
+def nothing(place: str) -> None:
+    """Let the publication go on."""
+
+
+@pytest.mark.parametrize("hangs_at", ["bucket 0", "bucket 2", "the end", "the canary"])
+def test_an_engine_that_hangs_during_a_publication_is_replaced_and_gets_the_weights_again(
+    worker: RolloutWorker, hangs_at: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    built, first, version = policy("qwen2", tied=False, seed=61), worker._engine, worker._engine.policy_version + 1
+    assert isinstance(first, VLLMEngine)
+    (process,) = first._started.processes
+    stopped: list[float] = []
+
+    def stop(place: str) -> None:
+        if place == hangs_at:
+            stopped.append(time.monotonic())
+            os.kill(process.pid, signal.SIGSTOP)
+
+    score = first.logprobs
+    monkeypatch.setattr(first, "logprobs", lambda tokens: (stop("the canary"), score(tokens))[1])
+    with caplog.at_level(logging.WARNING):
+        assert publish(worker, built, version, before=stop, again=False) == math.inf
+    assert CALL_S / 2 <= time.monotonic() - stopped[0] < CALL_S / 2 + GRACE_S
+    assert f"within {CALL_S / 2:g} s (half of placement.call_timeout_s={CALL_S:g})" in caplog.text
+    assert not first.is_alive
+    assert not process.is_alive()
+    with pytest.raises(EngineError, match="no usable weights"):
+        worker._received.check_usable()
+    worker.replace_failed_engine()
+    assert publish(worker, built, version, before=nothing, again=True) <= 1e-4
+    assert worker._engine is not first
+    assert isinstance(worker._engine, VLLMEngine)
+    assert sampled(worker._engine, prompts_of(4), SECOND).token_ids.lengths.tolist() == [2]
+
+
+def test_a_hang_that_may_not_be_replaced_names_its_deadline_and_a_later_call_its_end(worker: RolloutWorker):
+    first = worker._engine
+    assert isinstance(first, VLLMEngine)
+    (process,) = first._started.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"did not take a policy version within 6 s \(half of placement\.call_t"):
+        first.policy_version = 99
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="hung and was killed"):
+        sampled(first, prompts_of(4), SECOND)
+    assert time.monotonic() - began < GRACE_S
+    worker.replace_failed_engine()
+
+
+def test_a_start_that_takes_too_long_names_its_key_and_leaves_no_process():
+    began = time.monotonic()
+    words = r"did not start within 1\.8 s \(0\.9 of placement\.start_timeout_s=2\); raise the key .*it logged"
+    with pytest.raises(EngineError, match=words):
+        start("qwen2", tied=False, placement=Placement(start_timeout_s=2.0))
+    assert time.monotonic() - began < 15
