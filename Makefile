@@ -103,6 +103,7 @@ test-vllm: $(VLLM_INSTALLED)
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
+	RLPACK_CANARY=all $(PYTEST) tests/unit/rollout/test_canary_sensitivity.py
 	RLPACK_COMPILED=all $(PYTEST) tests/unit/models/test_compiled_layers.py
 	RLPACK_FAULTS_AHEAD=1 $(PYTEST) tests/faults/test_running_ahead.py
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die

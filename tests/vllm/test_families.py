@@ -10,9 +10,26 @@ import torch
 from rlpack.batch.ragged import Ragged
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
+from rlpack.rollout.canary import TOLERANCES, calibrated, check_canary
+from rlpack.rollout.errors import CanaryError
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
-from tests.vllm.engines import FAMILIES, TOLERANCE, gap, perturb, policy, prompts_of, sampled, send, start, token_gaps
+from tests.unit.rollout.test_canary_sensitivity import INVISIBLE, changes
+from tests.vllm.engines import (
+    CANARY,
+    FAMILIES,
+    TOLERANCE,
+    causal_lm,
+    gap,
+    perturb,
+    policy,
+    prompts_of,
+    reference,
+    sampled,
+    send,
+    start,
+    token_gaps,
+)
 
 SETTINGS = [
     SamplingParams(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
@@ -69,6 +86,30 @@ def test_after_every_update_of_all_weights_the_canary_is_the_trainers(pair: Pair
         assert before <= TOLERANCE < gap(pair.engine, pair.policy)
         send(pair.engine, pair.policy, bucket_bytes=(10_000, 100_000, 10**9)[seed])
         assert gap(pair.engine, pair.policy) <= TOLERANCE
+
+
+def test_one_percent_of_one_tensor_of_a_new_model_is_seen_once_the_first_publication_was_measured(pair: Pair):
+    config = pair.policy.model.config
+    family, tied = config.model_type, config.tie_word_embeddings
+    built = Policy(causal_lm(family, tied=tied, seed=5, initializer_range=0.02))
+    expected = reference(built, CANARY)
+    send(pair.engine, built)
+    scores, anywhere = pair.engine.logprobs(CANARY), TOLERANCES[torch.float32]
+    check_canary(scores, expected, CANARY, tolerance=anywhere, version=1)
+    tolerance, unseen = calibrated(anywhere, scores, expected), []
+    for name, weight in built.model.named_parameters():
+        for how in changes(weight):
+            send(pair.engine, built, bucket_bytes=10**9)
+            try:
+                check_canary(pair.engine.logprobs(CANARY), expected, CANARY, tolerance=tolerance, version=2)
+            except CanaryError:
+                continue
+            unseen.append((name, how))
+    allowed = INVISIBLE.get(family, ())
+    assert [one for one in unseen if one[1] == "scatter" or not one[0].endswith(allowed)] == []
+    send(pair.engine, built)
+    check_canary(pair.engine.logprobs(CANARY), expected, CANARY, tolerance=tolerance, version=3)
+    send(pair.engine, pair.policy)
 
 
 def kind_of(name: str) -> str:

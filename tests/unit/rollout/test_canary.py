@@ -46,9 +46,9 @@ def test_a_nan_on_either_side_is_a_difference():
 
 
 def test_the_tolerance_is_that_of_the_less_precise_type():
-    assert canary_tolerance(torch.float32, torch.float32) == CanaryTolerance(1e-3, 1e-4)
+    assert canary_tolerance(torch.float32, torch.float32)[:2] == (1e-3, 1e-4)
     assert canary_tolerance(torch.float32, torch.bfloat16) == canary_tolerance(torch.bfloat16, torch.bfloat16)
-    assert canary_tolerance(torch.float32, torch.bfloat16) == CanaryTolerance(2.0, 0.5)
+    assert canary_tolerance(torch.float32, torch.bfloat16)[:2] == (2.0, 0.5)
 
 
 def test_a_mean_difference_is_refused_by_its_size_and_by_its_share_of_the_spread():
@@ -129,7 +129,43 @@ def scores(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_calibrated_bounds_are_never_wider_nor_below_the_least():
     expected = torch.tensor([[0.0, -1.0, -3.0, -2.0]])
-    wide = CanaryTolerance(2.0, 0.5)
-    assert calibrated(wide, expected, expected).share == 0.05
-    assert calibrated(wide, expected + 1.0, expected) == wide
-    assert calibrated(wide, expected.new_zeros(1, 4), expected.new_zeros(1, 4)) == wide
+    for wide in TOLERANCES.values():
+        assert calibrated(wide, expected, expected)[2:5] == wide.least
+        assert calibrated(wide, expected + 10.0, expected).limits(1.0) == wide.limits(1.0)
+        flat = expected.new_zeros(1, 4)
+        assert calibrated(wide, flat, flat)[2:4] == wide[2:4]
+
+
+@pytest.mark.parametrize("rounding", [4e-6, 4e-5])
+def test_after_the_first_publication_four_times_its_difference_passes_in_fp32_and_no_more(rounding: float):
+    tokens, signs = torch.arange(5)[None], torch.tensor([[0.0, 1.0, -1.0, 1.0, 1.0]])
+    expected = torch.tensor([[0.0, -1.0, -3.0, -1.0, -3.0]])
+    anywhere = TOLERANCES[torch.float32]
+    first = expected + rounding * signs
+    check_canary(first, expected, tokens, tolerance=anywhere, version=1)
+    here = calibrated(anywhere, first, expected)
+    limit = min(4 * rounding, anywhere.mean)
+    check_canary(expected + 0.98 * limit * signs, expected, tokens, tolerance=here, version=2)
+    with pytest.raises(CanaryError, match="policy version 2"):
+        check_canary(expected + 1.02 * limit * signs, expected, tokens, tolerance=here, version=2)
+
+
+def test_the_first_publication_itself_is_held_to_the_bounds_for_any_model():
+    tokens, expected = torch.arange(4)[None], torch.tensor([[0.0, -1.0, -3.0, -2.0]])
+    for dtype, shift in ((torch.float32, 1.1e-4), (torch.bfloat16, 0.6)):
+        with pytest.raises(CanaryError, match="policy version 1"):
+            check_canary(expected + shift, expected, tokens, tolerance=TOLERANCES[dtype], version=1)
+
+
+def test_one_token_is_held_to_bounds_of_the_first_publication_too():
+    """In bf16 the largest difference was 0.01 of the spread, so 0.5 of it may pass, and not the 2 nats of any model."""
+    tokens, expected = torch.arange(25)[None], -torch.arange(25.0)[None] % 5
+    here = calibrated(TOLERANCES[torch.bfloat16], expected - 0.01, expected)
+    spread = expected[:, 1:].std().item()
+    lone = torch.zeros(1, 25)
+    lone[0, 7] = 0.45 * spread
+    check_canary(expected + lone, expected, tokens, tolerance=here, version=2)
+    lone[0, 7] = 0.55 * spread
+    with pytest.raises(CanaryError, match="policy version 2"):
+        check_canary(expected + lone, expected, tokens, tolerance=here, version=2)
+    check_canary(expected + lone, expected, tokens, tolerance=TOLERANCES[torch.bfloat16], version=1)
