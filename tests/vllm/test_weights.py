@@ -1,9 +1,10 @@
 """Weights on their way to vLLM: each fault is detected before a token is sampled, and 100 updates all arrive."""
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,8 @@ class VLLMTransport:
 
     errors = (EngineError,)
 
-    def __init__(self, engine: VLLMEngine) -> None:
+    def __init__(self, engine: VLLMEngine, family: str = "qwen2") -> None:
+        self._family = family
         self.worker = RolloutWorker(RankContext(), engine, TOKENIZER, canary_tolerance=TOLERANCES[torch.float32])
         self._update_to(1, seed=21)
         self.worker.check_weights(self._layout)
@@ -58,7 +60,7 @@ class VLLMTransport:
         self._update_to(2, seed=22)
 
     def _update_to(self, version: int, seed: int) -> None:
-        built = policy("qwen2", tied=False, seed=seed)
+        built = policy(self._family, tied=False, seed=seed)
         stream = WeightStream(built, torch.float32, bucket_bytes=BUCKET_BYTES)
         self._version, self._weights, self._layout = version, list(stream), stream.layout
         self.count = len(self._weights)
@@ -119,24 +121,6 @@ def flip(note: BucketNote) -> BucketNote:
     return note
 
 
-FAULTS_IN_MEMORY: dict[str, tuple[Damage, str]] = {
-    "cut": (cut, r"bucket {} of the weights has \d+ bytes in \S+, not \d+"),
-    "bit flip": (flip, "bucket {} of the weights was changed on its way: its digest is"),
-    "missing": (
-        lambda note: replace(note, path="/proc/self/fd/99999"),
-        "bucket {} of the weights can't be read from .*No such file",
-    ),
-    "drop": (lambda note: replace(note, index=note.index + 1), r"arrived where bucket {} was expected"),
-    "duplicate": (lambda note: replace(note, index=max(0, note.index - 1)), r"arrived where bucket {} was expected"),
-}
-CASES = [
-    pytest.param(kind, place, id=f"{kind} {place}")
-    for kind in FAULTS_IN_MEMORY
-    for place in ("first", "middle", "last")
-    if (kind, place) != ("duplicate", "first")  # nothing comes before it
-]
-
-
 @contextmanager
 def damaged(at: int, damage: Damage) -> Iterator[None]:
     """Damage a bucket between the rank and vLLM's process."""
@@ -156,16 +140,71 @@ def damaged(at: int, damage: Damage) -> Iterator[None]:
         os.truncate(path, size)
 
 
-@pytest.mark.parametrize(("kind", "place"), CASES)
+class FaultyWay:
+    """vLLM's front end, on whose way to vLLM's process the note of one bucket is lost, late, repeated or overtaken."""
+
+    def __init__(self, front_end: Any, fault: Fault, count: int) -> None:
+        self._front_end, self._kind, self._at = front_end, fault.kind, fault.index(count)
+        if fault.kind == "reorder" and self._at == count - 1:
+            self._at -= 1
+        self._overtaken = asyncio.Event()
+        self.late: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._front_end, name)
+
+    async def update_weights(self, request: Any) -> None:
+        index = request.update_info.get("note", {}).get("index")
+        if index == self._at and self._kind in {"drop", "delay"}:
+            self.late = request
+            return
+        if index == self._at and self._kind == "reorder":
+            await self._overtaken.wait()
+        for _ in range(1 + (index == self._at and self._kind == "duplicate")):
+            try:
+                await self._front_end.update_weights(request)
+            finally:
+                if index == self._at + 1:
+                    self._overtaken.set()
+
+
+@pytest.fixture(scope="module", params=["direct", "vLLM's loader"])
+def loading_engine(request: pytest.FixtureRequest, shared_engine: VLLMEngine) -> Iterator[VLLMEngine]:
+    """Return an engine that loads updates directly, and one whose experts vLLM itself loads every time."""
+    if request.param == "direct":
+        yield shared_engine
+        return
+    engine = start("qwen3_moe", tied=False)
+    yield engine
+    engine.close()
+
+
+# What the error says, by the bucket at fault: for one that vanishes, the next one shows it, or the end of the update.
+WORDS = {
+    "drop": "bucket {next} of the weights arrived where bucket {at} was expected",
+    "delay": "bucket {next} of the weights arrived where bucket {at} was expected",
+    "duplicate": r"bucket {at} of the weights arrived where bucket \d+ was expected",  # the next may come first
+    "reorder": "bucket {next} of the weights arrived where bucket {at} was expected",
+    "truncate": r"bucket {at} of the weights has \d+ bytes in \S+, not \d+",
+    "bit flip": "bucket {at} of the weights was changed on its way: its digest is",
+}
+MISSING = "policy version 2 was not loaded: .*{at} of {count} buckets of weights have arrived"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_fault_between_rank_and_engine_is_detected_and_named_before_a_token_is_sampled(
-    shared_engine: VLLMEngine, kind: str, place: str
+    loading_engine: VLLMEngine, fault: Fault
 ):
-    damage, words = FAULTS_IN_MEMORY[kind]
-    transport, errors = VLLMTransport(shared_engine), []
-    at = {"first": 0, "middle": transport.count // 2, "last": transport.count - 1}[place]
-    assert why_not_direct(shared_engine) == ""
-    deliveries = [partial(lambda index: transport.deliver(transport.export(index)), i) for i in range(transport.count)]
-    with damaged(at, damage):
+    engine, family = loading_engine, loading_engine._model.config.model_type
+    transport, errors = VLLMTransport(engine, family), []
+    count, at = transport.count, fault.index(transport.count)
+    assert count >= 3
+    assert (why_not_direct(engine) == "") == (family == "qwen2")
+    deliveries = [partial(lambda index: transport.deliver(transport.export(index)), i) for i in range(count)]
+    way = FaultyWay(engine._engine, fault, count)
+    damage = {"truncate": cut, "bit flip": flip}.get(fault.kind)
+    with damaged(at, damage) if damage else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._sender, "_front_end", way)
         for number, step in enumerate([*deliveries, transport.publish]):
             try:
                 step()
@@ -173,12 +212,32 @@ def test_a_fault_between_rank_and_engine_is_detected_and_named_before_a_token_is
                 errors.append(str(error))
             else:
                 assert not errors, "the engine went on"
-                assert number <= at + 1, "the next bucket but one was written"
-    named = rf"^role rollout: bucket {at + 1} of {transport.count} of policy version 2 was not loaded: vLLM could not "
-    assert re.search(named + f".*EngineError: .*{words.format(at)}", errors[0]), errors[0]
-    for refused in (deliveries[at], transport.publish, transport.sampled_versions):
+                assert number <= at + 2, "a bucket was written over one that was not loaded"
+            with pytest.raises(EngineError):
+                transport.sampled_versions()
+    vanishes = fault.kind in {"drop", "delay"} and at == count - 1
+    at -= fault.kind == "reorder" and fault.place == "last"
+    words = (MISSING if vanishes else WORDS[fault.kind]).format(at=at, next=at + 1, count=count)
+    assert re.search(words, errors[0]), errors[0]
+    assert vanishes or re.match(rf"role rollout: bucket \d+ of {count} of policy version 2 was not loaded", errors[0])
+    if fault.kind == "delay":
+        with pytest.raises(EngineError):
+            engine._control(engine._engine.update_weights(way.late), "load a bucket that is late")
+    for refused in (deliveries[0], transport.publish, transport.sampled_versions):
         with pytest.raises(EngineError):
             refused()
+
+
+def test_a_buffer_that_is_gone_is_named(shared_engine: VLLMEngine):
+    transport = VLLMTransport(shared_engine)
+    transport.deliver(transport.export(0))
+    with damaged(1, lambda note: replace(note, path="/proc/self/fd/99999")):
+        transport.deliver(transport.export(1))
+    transport.deliver(transport.export(2))
+    with pytest.raises(EngineError, match=r"bucket 1 of the weights can't be read from .*No such file"):
+        transport.deliver(transport.export(3))
+    with pytest.raises(EngineError):
+        transport.sampled_versions()
 
 
 def test_the_engine_itself_refuses_what_follows_a_bucket_that_failed_until_the_update_begins_again(

@@ -1,17 +1,16 @@
 """LoRA adapters that vLLM applies while it generates (`rollout.lora=adapter`): only their matrices are sent.
 
 The base weights are frozen, so vLLM's copy stays the trainer's; the canary verifies it at every publication. Each
-update becomes an adapter with a new id, because vLLM keeps the old matrices for an id that it already has.
+update becomes an adapter with a new id, because vLLM keeps the old matrices for an id that it already has. vLLM reads
+it from files, whose digest its process checks first (`adapter_files`).
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.sections.optimization import ADAPTER_RANKS
 from rlpack.models.adapters import is_linear
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.adapter_files import write_adapter
 
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -89,10 +89,12 @@ class RuntimeAdapters:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
 
         Raises:
-            EngineError: matrices are missing, or vLLM refused the adapter.
+            EngineError: matrices are missing, the files were damaged, or vLLM refused the adapter.
         """
-        with self._written() as folder:
+        with self._written() as (folder, digest):
             from rlpack.rollout.vllm import library
+
+            await front_end.collective_rpc("check_adapter", args=(folder, digest))
 
             self._updates += 1
             name = f"update {self._updates}"
@@ -104,8 +106,11 @@ class RuntimeAdapters:
             await front_end.remove_lora(old.lora_int_id)
 
     @contextmanager
-    def _written(self) -> Iterator[str]:
-        """Yield a folder with the adapter, which vLLM must read before the context ends; then start the next update."""
+    def _written(self) -> Iterator[tuple[str, str]]:
+        """Yield a folder with the adapter, which vLLM must read before the context ends, and the digest of its files.
+
+        After it, the next update starts.
+        """
         if len(self._matrices) != 2 * len(self._layers):
             raise EngineError(
                 f"{len(self._matrices)} of {2 * len(self._layers)} matrices of adapters arrived before the update was "
@@ -120,11 +125,7 @@ class RuntimeAdapters:
             "bias": "none",
         }
         with tempfile.TemporaryDirectory(prefix="rlpack-adapter-") as folder:
-            path = Path(folder)
-            path.joinpath("adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-            contiguous = {name: matrix.contiguous() for name, matrix in self._matrices.items()}
-            save_file(contiguous, path / "adapter_model.safetensors", metadata={"format": "pt"})
-            yield folder
+            yield folder, write_adapter(Path(folder), settings, self._matrices)
         self._matrices = {}
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.adapter_files import check_adapter
 from rlpack.rollout.vllm.device_buffers import DeviceReader
 from rlpack.rollout.vllm.direct_load import DirectLoader, LoadRecorder, NoPlanError
 from rlpack.rollout.vllm.shared_names import BACKEND
@@ -221,3 +223,11 @@ class RegistersBackend:
     def why_not_direct(self) -> str:
         """Return why updates of weights are not loaded directly, "" if they are."""
         return self.weight_transfer_engine.reason
+
+    def check_adapter(self, folder: str, digest: str) -> None:
+        """Raise unless the files of an adapter are as the rank made them, before vLLM reads them.
+
+        Raises:
+            EngineError: see `adapter_files.check_adapter`.
+        """
+        check_adapter(Path(folder), digest)

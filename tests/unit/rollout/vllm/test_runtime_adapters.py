@@ -15,6 +15,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.adapter_files import check_adapter, write_adapter
 from rlpack.rollout.vllm.argument_names import OWN_ARGUMENTS
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 
@@ -55,7 +56,8 @@ def test_peft_reads_what_is_written_as_the_same_model(policy: Policy):
     adapters.open(stream.layout)
     for bucket in stream:
         adapters.add(bucket)
-    with adapters._written() as folder, torch.no_grad():
+    with adapters._written() as (folder, digest), torch.no_grad():
+        check_adapter(Path(folder), digest)
         read: Any = PeftModel.from_pretrained(model(), folder)
         found, expected = read(TOKENS).logits, policy.model(TOKENS).logits
         plain = model()(TOKENS).logits
@@ -112,3 +114,22 @@ def test_an_update_lacks_nothing(policy: Policy):
 def test_a_model_without_adapters_has_nothing_to_send():
     with pytest.raises(ModelError, match=r"no adapters to send; set actor\.lora\.rank, or rollout\.lora=merged"):
         WeightStream(Policy(model()), adapters_only=True)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("fault", ["cut", "bit flip", "missing", "older"])
+def test_files_that_are_not_as_they_were_made_are_refused(tmp_path: Path, name: str, fault: str):
+    folders = [tmp_path / "older", tmp_path / "newer"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        digest = write_adapter(folder, {"r": 3 + number}, {f"a{number}": torch.full((3, 5), float(number))})
+    check_adapter(folders[1], digest)
+    path = folders[1] / name
+    data = path.read_bytes()
+    if fault == "missing":
+        path.unlink()
+    else:
+        flipped = data[:-1] + bytes([data[-1] ^ 1])
+        path.write_bytes({"cut": data[:-1], "bit flip": flipped, "older": (folders[0] / name).read_bytes()}[fault])
+    with pytest.raises(EngineError, match=r"can't be read from .*No such file|was changed on its way: its digest is"):
+        check_adapter(folders[1], digest)
