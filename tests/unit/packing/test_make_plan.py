@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlpack.packing import (
@@ -153,6 +153,9 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
                 here.append(float(cost.of(widths).sum()))
                 squares.append((float((widths**2).sum()), rows * each.length))
             costliest = here.index(max(here))
+            # Which of several that are equally costly counts as the slowest follows from rounding.
+            tied = {squares[place] for place, cost_of in enumerate(here) if cost_of == pytest.approx(max(here))}
+            assume(len(tied) == 1)
             critical = [critical[0] + squares[costliest][1], critical[1] + squares[costliest][0]]
             costs += max(here)
             best += sum(here) / plan.num_ranks
