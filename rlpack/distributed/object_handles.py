@@ -1,16 +1,24 @@
 """Handles of objects in Ray's store: how a rank reads them, and how rows of them get to another node."""
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import ray
+from ray import cloudpickle
+from ray.exceptions import GetTimeoutError
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.remote import Handle, RemoteColumn
 
+logger = logging.getLogger(__name__)
+
 END_OF_CALL = "at the end of the call that received them"
+# A wait for objects is renewed after this time, in seconds, and then after twice as long as the last one.
+_ASK_AGAIN_S = 20.0
 
 
 class ObjectHandle:
@@ -94,13 +102,36 @@ class ObjectReader:
             raise released_error(END_OF_CALL)
         missing = [one for one in handles if isinstance(one, ObjectHandle) and one not in self._columns]
         if missing:
-            columns = ray.get([handle.ref for handle in missing], timeout=self._timeout_s)
+            columns = get_objects([handle.ref for handle in missing], self._timeout_s)
             self._columns |= zip(missing, columns, strict=True)
         return [self._columns[handle] for handle in handles]
 
     def close(self) -> None:
         """Drop all columns that were read."""
         self._columns = None
+
+
+def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[Any]:
+    """Return objects; wait at most `timeout_s`, None for no limit.
+
+    Ray 2.60 was seen to leave a rank waiting for an object that existed. A wait that takes long is therefore given up
+    and begun again, and the object's owner is asked anew. Intervals grow, so that a long transfer comes to its end.
+
+    Raises:
+        GetTimeoutError: an object did not arrive in time.
+    """
+    began, interval_s = time.monotonic(), _ASK_AGAIN_S
+    while True:
+        left = float("inf") if timeout_s is None else timeout_s - (time.monotonic() - began)
+        try:
+            return ray.get(list(refs), timeout=max(0.0, min(interval_s, left)))
+        except GetTimeoutError:
+            if left <= interval_s:
+                raise
+        logger.warning("objects are not there after %.0f s; asking for them again", time.monotonic() - began)
+        # Unpickling a reference asks its owner; it also keeps the object until this process ends.
+        refs = [cloudpickle.loads(cloudpickle.dumps(ref)) for ref in refs]  # pyright: ignore[reportPrivateImportUsage]
+        interval_s *= 2
 
 
 def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:

@@ -1,18 +1,21 @@
 """What the driver holds of a batch, and what lies in the object store."""
 
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
+from rlpack.distributed import object_handles
 from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
@@ -177,3 +180,30 @@ def test_rows_outlive_the_ranks_that_returned_them(groups: Groups, store: RaySto
     assert torch.equal(store.fetch(scores)["scores"], firsts[:, None] + torch.arange(width))
     again = groups["packed"].run(Echo.times, batch.keep(["uid"]).union({"input_ids": twice["times"]}), 2)
     assert torch.equal(store.fetch(again)["times"].values, 4 * batch["input_ids"].values)
+
+
+def _after(seconds: float, size: int) -> torch.Tensor:
+    time.sleep(seconds)
+    return torch.arange(size)
+
+
+def _get_asking_often(refs: list[ray.ObjectRef]) -> int:
+    """Return the sum of an object, for which this rank asks again after 0.2 s, 0.4 s and so on."""
+    before, object_handles._ASK_AGAIN_S = object_handles._ASK_AGAIN_S, 0.2
+    try:
+        return int(object_handles.get_objects(refs, None)[0].sum())
+    finally:
+        object_handles._ASK_AGAIN_S = before
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])  # sent with its reference, and in the store
+def test_a_rank_that_waits_long_for_an_object_asks_for_it_again_and_gets_it(groups: Groups, size: int):
+    ref = ray.remote(num_cpus=0)(_after).remote(1.5, size)
+    found = groups["packed"].ranks.apply(_get_asking_often, [ref]).result()
+    assert set(found) == {size * (size - 1) // 2}
+
+
+def test_an_object_that_does_not_come_in_time_is_an_error():
+    ref = ray.remote(num_cpus=0)(_after).remote(2.0, 10)
+    with pytest.raises(GetTimeoutError):
+        object_handles.get_objects([ref], 0.2)
