@@ -115,7 +115,7 @@ def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[
     """Return objects; wait at most `timeout_s`, None for no limit.
 
     Ray 2.60 was seen to leave a rank waiting for an object that existed. A wait that takes long is therefore given up
-    and begun again, and the object's owner is asked anew. Intervals grow, so that a long transfer comes to its end.
+    and begun again, and the object's owner is asked again. Intervals grow, so that a long transfer comes to its end.
 
     Raises:
         GetTimeoutError: an object did not arrive in time.
