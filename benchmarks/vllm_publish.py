@@ -37,6 +37,7 @@ from rlpack.models.loading import build_causal_lm
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES, canary_tokens
+from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from rlpack.workers.rollout import RolloutWorker
 
@@ -123,7 +124,7 @@ def check_reloaded(engine: VLLMEngine, expected: torch.Tensor) -> None:
 def reload(engine: VLLMEngine, folder: str) -> None:
     """Have vLLM reload the weights of a folder."""
     call = engine._engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-    engine._loop.run(call, 300.0, "reload its weights")
+    engine._loop.run(call, Deadline(300.0, "the benchmark's own limit"), "reload its weights")
 
 
 def main() -> int:

@@ -95,6 +95,8 @@ def update_actor_after_warmup(
     """Update the actor once the first `critic.warmup_steps` steps, which train only the critic, are over."""
     if step.number > session.config.critic.warmup_steps:
         policy_stages.update_actor(session, step, rollouts, plan, advantage_moments)
+    else:
+        policy_stages.record_pending_kl(step, rollouts)
 
 
 def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> Moments:

@@ -111,7 +111,9 @@ def collect_reference_logprobs(
 ) -> BatchedDataDict:
     """Add `reference_logprobs` f32 [T]; nothing without a KL term.
 
-    If the batch has `logprobs`, also `kl_sum` f64 [B], and `kl_bounded` f64 [B] with `algorithm.k3_bound`.
+    If the batch has `logprobs`, and the rewards or the advantage function need the KL divergence, also `kl_sum` f64
+    [B], and `kl_bounded` f64 [B] with `algorithm.k3_bound`. If only metrics need it, `update_actor` collects it, so
+    that ranks don't wait for the driver in between.
     """
     if pending is None:
         return rollouts
@@ -122,7 +124,18 @@ def collect_reference_logprobs(
         if "logprobs" not in rollouts:
             return rollouts
         actor, settings = session.actor.with_plan(plan), session.config.algorithm
-        return rollouts.union(actor.run(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound))
+        kl = actor.submit(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound)
+        if reward_kl_coef(session) > 0 or _reads_kl_sum(settings):
+            return rollouts.union(kl.result())
+        step.pending_kl = kl
+        return rollouts
+
+
+def record_pending_kl(step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Record the metrics of the KL divergence from the reference, if they are still to be collected."""
+    if step.pending_kl is not None:
+        _record_kl(step, rollouts, step.pending_kl.result())
+        step.pending_kl = None
 
 
 def compute_advantages(
@@ -173,15 +186,19 @@ def add_loss_weights(
     if session.reference is not None:
         step.metrics["reference/kl_coef"] = session.kl_coef
     if "kl_sum" in rollouts:
-        kl_sums = rollouts["kl_sum"][rollouts["valid"]]
-        step.metrics["reference/kl"] = kl_sums.mean().item() if kl_sums.numel() else 0.0
-    if "kl_bounded" in rollouts:
-        bounded, tokens = (
-            rollouts[name].where(rollouts["valid"], 0).sum() for name in ("kl_bounded", "response_tokens")
-        )
-        step.metrics["reference/kl_bounded_fraction"] = (bounded / tokens.clamp(min=1)).item()
+        _record_kl(step, rollouts, rollouts)
     step.report_plan(plan, keep=True)
     return rollouts.union(_weights(session, rollouts, plan))
+
+
+def _record_kl(step: StepContext, rollouts: BatchedDataDict, kl: BatchedDataDict) -> None:
+    """Record the mean of `kl_sum` over valid rows, and the share of their tokens that `kl_bounded` counts."""
+    valid = rollouts["valid"]
+    kl_sums = kl["kl_sum"][valid]
+    step.metrics["reference/kl"] = kl_sums.mean().item() if kl_sums.numel() else 0.0
+    if "kl_bounded" in kl:
+        bounded, tokens = (column.where(valid, 0).sum() for column in (kl["kl_bounded"], rollouts["response_tokens"]))
+        step.metrics["reference/kl_bounded_fraction"] = (bounded / tokens.clamp(min=1)).item()
 
 
 def trained_tokens(rollouts: BatchedDataDict) -> Tensor:
@@ -234,6 +251,7 @@ def update_actor(
         for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
             session.performance.count(step, "actor", ActorWorker.train_step, own, rows["response_tokens"])
+    record_pending_kl(step, rollouts)
     step.record_optimizer_steps(updates)
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from rlpack.algorithms.metric_reduction import reducer_of
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import Lease
+from rlpack.distributed.calls import Pending
 from rlpack.observe.console import Sample
 from rlpack.packing import MicrobatchPlan
 from rlpack.packing.analysis.rank_loads import sequence_length_metrics
@@ -60,6 +62,7 @@ class StepContext:
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
         work: FLOPs of the step's calls, by role and method.
+        pending_kl: the call of `ActorWorker.kl_sums` whose result only metrics need, until they are recorded.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
     """
@@ -71,6 +74,7 @@ class StepContext:
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
     work: dict[tuple[str, str], float] = field(default_factory=dict)
+    pending_kl: Pending[BatchedDataDict] | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
 

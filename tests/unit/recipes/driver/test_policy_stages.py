@@ -15,7 +15,6 @@ from rlpack.config.schema import Actor, Algorithm, Trainer
 from rlpack.config.sections.optimization import Lora
 from rlpack.packing import Batching, MicrobatchPlan
 from rlpack.recipes.driver.policy_stages import (
-    add_loss_weights,
     collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
@@ -183,13 +182,25 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     assert step.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
 
 
-def test_the_share_of_tokens_at_the_bound_of_the_divergence_is_reported_over_valid_rows(tmp_path: Path):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (2, 6), (2, 8)])
-    set_group(session, "actor")
-    columns = {"valid": torch.tensor([True, True, False]), "response_tokens": torch.tensor([4, 6, 8])}
-    bounded = {"kl_bounded": torch.tensor([1.0, 0.0, 8.0]).double()}
-    step = session.begin_step(1)
-    add_loss_weights(session, step, rollouts.union(columns | bounded), plan_of(session, rollouts))
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_the_divergence_over_valid_rows_is_reported_whether_the_rewards_need_it_or_not(tmp_path: Path, placement: Any):
+    settings = Algorithm(kl_coef=0.1, kl_placement=placement)
+    session, rollouts = session_of(tmp_path, algorithm=settings), tiny_rollouts([(2, 4), (2, 6), (2, 8)])
+    session.progress = Progress(phase="train")
+    column = rollouts["rollout_logprobs"]
+    kl = {"kl_sum": torch.tensor([1.0, 2.0, 90.0]).double(), "kl_bounded": torch.tensor([1.0, 0.0, 8.0]).double()}
+    actor = set_group(session, "actor", kl_sums=rollouts.keep([]).union(kl), train_step=[{"actor/skipped_steps": 0.0}])
+    set_group(session, "reference", logprobs=rollouts.keep([]).union({"reference_logprobs": column}))
+    columns = {"logprobs": column, "response_tokens": torch.tensor([4, 6, 8])}
+    scored = {"rewards": torch.tensor([0.0, 1.0, 0.0]), "valid": torch.tensor([True, True, False])}
+    step, plan = session.begin_step(1), plan_of(session, rollouts)
+    pending = submit_reference_logprobs(session, rollouts)
+    rollouts = collect_reference_logprobs(session, step, rollouts.union(columns), plan, pending)
+    rollouts = compute_advantages(session, step, rollouts.union(scored), plan)
+    update_actor(session, step, rollouts, plan)
+    assert sorted(actor.called) == ["kl_sums", "train_step"]
+    assert ("kl_sum" in rollouts) == (placement == "reward")
+    assert step.metrics["reference/kl"] == pytest.approx(1.5)
     assert step.metrics["reference/kl_bounded_fraction"] == pytest.approx(0.1)
 
 
