@@ -1,6 +1,8 @@
-"""Write the page of supported architectures from the results of `benchmarks.families`.
+"""Write the page of supported architectures, and the list that runs read, from the results of `benchmarks.families`.
 
-python -m benchmarks.family_page results.jsonl [--page docs/reference/families.md]
+    python -m benchmarks.family_page results.jsonl [--page FILE] [--verified FILE]
+
+Without other files, it writes docs/reference/families.md and rlpack/models/verified.json.
 """
 
 import argparse
@@ -136,17 +138,18 @@ def _reasons(settings: dict[str, Result]) -> list[str]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page and the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "results", type=Path, help="JSON lines of benchmarks.families; later lines replace earlier ones"
     )
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--verified", type=Path, default=VERIFIED, help="what `rlpack.models.verified` reads")
     options = parser.parse_args()
     results = [Result(**json.loads(line)) for line in options.results.read_text().splitlines()]
     options.page.write_text(render(results))
     versions = {name: version(name).partition("+")[0] for name in ("transformers", "torch")}
-    VERIFIED.write_text(json.dumps(versions | verified(results), indent=1) + "\n")
+    options.verified.write_text(json.dumps(versions | verified(results), indent=1) + "\n")
 
 
 if __name__ == "__main__":

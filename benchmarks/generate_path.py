@@ -7,6 +7,7 @@ stack as the call leaves for the rank; on the rank, the engine records the stack
 both stacks, outermost function first, without the functions of Ray and Python.
 """
 
+import argparse
 import inspect
 import sys
 import tempfile
@@ -178,5 +179,6 @@ def _place(code: CodeType) -> str | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for number, function in enumerate(traced_path(), 1):
         print(f"{number:3} {function}")

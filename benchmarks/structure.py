@@ -7,6 +7,7 @@ it traces a generate call (`benchmarks/generate_path.py`). `tests/unit/test_stru
 `tests/distributed/test_generate_path.py` assert the same limits.
 """
 
+import argparse
 import ast
 import re
 import statistics
@@ -174,6 +175,7 @@ def generate_measure(path: list[str]) -> Measure:
 
 def main() -> int:
     """Print every measure; return 1 if a limit is exceeded."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from benchmarks.generate_path import traced_path  # imports PyTorch and Ray
 
     results = measures()
