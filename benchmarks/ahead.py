@@ -119,10 +119,10 @@ def run(folder: Path, overrides: tuple[str, ...], steps: int, mini_batches: int,
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     taken = [record for record in records if record["phase"] == "train"][2:-1]
-    means = (
+    whole, generation, drain = (
         statistics.fmean(one.get(f"time/{name}_s", 0.0) for one in taken) for name in ("step", "generate", "drain")
     )
-    return Step(*means, statistics.fmean(one["rollout/response_tokens_mean"] for one in taken))
+    return Step(whole, generation, drain, statistics.fmean(one["rollout/response_tokens_mean"] for one in taken))
 
 
 def main() -> int:

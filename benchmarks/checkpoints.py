@@ -100,6 +100,7 @@ def main() -> None:
             (in_background if background else at_once).append(wait)
         role.step()
         found = newest(root)
+        assert found is not None, f"no checkpoint in {root}"
         assert found == root / f"step-{2 * options.rounds}", found
         load_training_state(role.model, role.optimizer, found / "actor")
         dist.destroy_process_group()

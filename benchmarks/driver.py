@@ -9,8 +9,6 @@ process has for itself alone while the step's batch is alive.
 
 import argparse
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -20,7 +18,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.data.tokenization import character_tokenizer
-from rlpack.distributed.calls import Call, Pending, Relay
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.start_roles import start_roles
@@ -65,50 +63,28 @@ class MadeUp(Worker):
         return sum(view.rows["logprobs"].values.numel() for view in views)
 
 
-@dataclass
-class MeteredRanks:
-    """Ranks, and the bytes that went to them and came back."""
+class Meter:
+    """Counts the bytes that go to a group's ranks and come back."""
 
-    ranks: Ranks
-    sent: list[int] = field(default_factory=list)
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the count of processes."""
-        return self.ranks.num_ranks
-
-    @property
-    def num_starts(self) -> int:
-        """Return how often the processes were started."""
-        return self.ranks.num_starts
-
-    def after_restart(self, function: Callable[[], None]) -> None:
-        """Call a function after each restart."""
-        self.ranks.after_restart(function)
+    def __init__(self, ranks: Ranks) -> None:
+        """Take the place of the ranks' own method."""
+        self.sent: list[int] = []
+        self._submit = ranks.submit
+        ranks.submit = self.submit
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call, and count once its results are there."""
-        pending = self.ranks.submit(call)
-        return Pending(lambda: self._metered(call, pending.result()))
-
-    def discard_submitted(self) -> list[str]:
-        """Drop the results that were not requested, uncounted."""
-        return self.ranks.discard_submitted()
-
-    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values on; the driver holds nothing of them."""
-        return self.ranks.relay(relays, target)
+        pending = self._submit(call)
+        return Pending(lambda: self._metered(call, pending.result()), pending.answers)
 
     def _metered(self, call: Call, results: list[Any]) -> list[Any]:
         self.sent.append(len(pickle.dumps((list(call.args_of_rank), results))))
         return results
 
 
-def step(group: WorkerGroup[MadeUp], store: RayStore, rows: int, tokens: int) -> tuple[int, int]:
+def step(group: WorkerGroup[MadeUp], meter: Meter, store: RayStore, rows: int, tokens: int) -> tuple[int, int]:
     """Take one step; return the driver's bytes on the wire and in memory."""
-    ranks = group.ranks
-    assert isinstance(ranks, MeteredRanks)
-    ranks.sent.clear()
+    meter.sent.clear()
     spread = torch.randint(tokens // 2, tokens * 3 // 2, (rows,), generator=torch.Generator().manual_seed(0))
     prompts = BatchedDataDict({"tokens": spread, "uid": [f"row {row}" for row in range(rows)]})
     with store.lease("a step"):
@@ -120,7 +96,7 @@ def step(group: WorkerGroup[MadeUp], store: RayStore, rows: int, tokens: int) ->
         read = group.run(MadeUp.update, rollouts.keep(columns).union({"advantages": advantages}))
         assert read == int(spread.sum())
         memory = psutil.Process().memory_full_info().uss
-    return sum(ranks.sent), memory
+    return sum(meter.sent), memory
 
 
 def growth(rows: int = 2048) -> tuple[float, float]:
@@ -130,11 +106,12 @@ def growth(rows: int = 2048) -> tuple[float, float]:
     config = Config(roles=roles, placement=Placement(pools={"main": Pool(ranks=2, cpus_per_rank=0.5)}))
     with Cluster(config.placement) as cluster:
         groups = start_roles(cluster, config, ["made_up"], (config, character_tokenizer("x")))
-        group = WorkerGroup("made_up", MeteredRanks(groups["made_up"].ranks), groups["made_up"].batching)
+        group = groups["made_up"]
+        meter = Meter(group.ranks)
         costs = []
         for tokens in (TOKENS, TOKENS * GROWTH):
-            step(group, cluster.store, rows, tokens)
-            sent, memory = min(step(group, cluster.store, rows, tokens) for _ in range(3))
+            step(group, meter, cluster.store, rows, tokens)
+            sent, memory = min(step(group, meter, cluster.store, rows, tokens) for _ in range(3))
             peak = cluster.store.pop_peak_bytes()
             print(f"{rows} rows of {tokens} tokens: the store holds {peak / 1e6:.1f} MB, the driver moves ", end="")
             print(f"{sent / 1e6:.3f} MB and has {memory / 1e6:.0f} MB to itself")

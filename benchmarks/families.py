@@ -171,6 +171,7 @@ def _train(source: Path, role: str, mode: str, precision: str) -> str:
     limits = RowLimits(longest=max(_LENGTHS))
     check_model(model, "cpu", VOCABULARY, role=name, packed=packed, limits=limits, trained=role != "reward model")
     if classifier is not None:
+        assert isinstance(model, ScalarHeadModel)
         check_scores(classifier, model, VOCABULARY, packed=packed)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
     shard_model(model, mesh, precision=cast(Any, precision))

@@ -143,7 +143,12 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         default = kind()
     except ValueError:  # its defaults contradict each other
         return kind(**_OWN[model_type])
-    nested = {name: _sizes(part) for name in kind.sub_configs if (part := vars(default).get(name)) is not None}
+    names = kind.sub_configs  # of the class; pyright takes it for a property of its instances
+    nested = {
+        name: _sizes(part)
+        for name in names  # pyright: ignore[reportGeneralTypeIssues]
+        if (part := vars(default).get(name)) is not None
+    }
     return AutoConfig.for_model(model_type, **(nested | _sizes(default)))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
@@ -136,9 +136,7 @@ def main() -> int:
     print(f"{lengths.size} rows, {lengths.min()} to {lengths.max()} tokens, median {int(np.median(lengths))}")
     with tempfile.TemporaryDirectory() as folder:
         results = str(Path(folder) / "results.pt")
-        multiprocessing.start_processes(
-            measure, (arguments, f"{folder}/store", results), nprocs=arguments.ranks, start_method="spawn"
-        )
+        spawn(measure, (arguments, f"{folder}/store", results), nprocs=arguments.ranks)
         found = torch.load(results, weights_only=True)
     medians = {name: float(np.median(times[1:])) for name, times in found["seconds"].items()}
     fastest = {name: min(times[1:]) for name, times in found["seconds"].items()}

@@ -84,7 +84,7 @@ def with_pytorchs_layers(model: PreTrainedModel) -> PreTrainedModel:
     copied = copy.deepcopy(model)
     for module in copied.modules():
         if isinstance(module, FasterLinear):
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # has the same attributes
     return copied
 
 
@@ -167,7 +167,7 @@ def measure(modules: tuple[ModuleType, ...], model: PreTrainedModel, rows: int, 
     tokens = [int(count.sum()) for count in counts]
     wall = [total / float(np.median([s.wall for s in times])) for total, times in zip(tokens, seconds, strict=True)]
     cpu = [total / float(np.median([s.cpu for s in times])) for total, times in zip(tokens, seconds, strict=True)]
-    return Measured(float(counts[1].mean()), *wall, cpu[1] / cpu[0])
+    return Measured(float(counts[1].mean()), wall[0], wall[1], cpu[1] / cpu[0])
 
 
 def main() -> int:

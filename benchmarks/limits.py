@@ -8,6 +8,7 @@ calls, and ratios are of times within this run. With a folder, plots are written
 
 import argparse
 import heapq
+import logging
 import math
 import sys
 import time
@@ -232,7 +233,7 @@ def data_path(seed: int) -> list[Line]:
 
 def object_store(shards: list[BatchedDataDict]) -> tuple[float, float, float]:
     """Return seconds to put shards into Ray's object store, to get them, and to put and get padded torch tensors."""
-    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level=logging.ERROR)
     try:
         put, get = _there_and_back(shards, repeat=4)
         width = max(int(shard["input_ids"].lengths.max()) for shard in shards)

@@ -36,6 +36,7 @@ from rlpack.models.loading import build_causal_lm
 from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm, open_new_causal_lm
 from rlpack.models.parallel import shard_model
+from rlpack.models.parts import local_part
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
@@ -154,7 +155,7 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     if options.checks:
         policy.measure_outputs()
         check_model(policy, "cpu", shape["vocab_size"], packed=False)
-    shard = sum(weight.to_local().nbytes for weight in policy.parameters()) / MIB
+    shard = sum(local_part(weight).nbytes for weight in policy.parameters()) / MIB
     loading = memory("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()

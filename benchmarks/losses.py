@@ -97,7 +97,8 @@ def best(call: Callable[[], float], repeat: int = 7) -> tuple[float, float]:
 def _arguments(loss: Callable[..., PolicyLoss], columns: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, object]:
     """Return what a loss that looks at the whole step is given."""
     compute = statistics_of(loss)
-    return {} if compute is None else {"statistics": compute(PolicyTokens(*columns, mask, lengths))}
+    new, old, advantages = columns
+    return {} if compute is None else {"statistics": compute(PolicyTokens(new, old, advantages, mask, lengths))}
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def _allocated_peak(finished: profile) -> int:
     began = next(event.start_ns() for event in events if event.name() == "second step")
     live = peak = 0
     for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda each: each.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # PyTorch's stubs don't list it
         if event.start_ns() >= began:
             peak = max(peak, live)
     return peak

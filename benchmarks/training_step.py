@@ -74,12 +74,15 @@ def zipf_lengths(seed: int) -> np.ndarray:
     (40, 1024, True)
     """
     ranks = np.random.default_rng(seed).permutation(SEQUENCES) + 1
-    low, high = 0.0, 4.0
-    for _ in range(50):
+
+    def lengths_of(exponent: float) -> np.ndarray:
+        return np.maximum(np.round(LONGEST / ranks**exponent), SHORTEST).astype(np.int64)
+
+    low, high, exponent = 0.0, 4.0, 2.0
+    for _ in range(49):
+        low, high = (exponent, high) if useful_share(lengths_of(exponent)) > USEFUL else (low, exponent)
         exponent = (low + high) / 2
-        lengths = np.maximum(np.round(LONGEST / ranks**exponent), SHORTEST).astype(np.int64)
-        low, high = (exponent, high) if useful_share(lengths) > USEFUL else (low, exponent)
-    return lengths
+    return lengths_of(exponent)
 
 
 @dataclass

@@ -37,8 +37,10 @@ from rlpack.models.loading import build_causal_lm
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES, canary_tokens
+from rlpack.rollout.engine import Engine
 from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
+from rlpack.rollout.vllm.weight_buffers import WeightBuffers
 from rlpack.workers.rollout import RolloutWorker
 
 SLOWEST = 1.3
@@ -154,17 +156,21 @@ def alternate(
     engine: VLLMEngine, policy: Policy, rounds: int, bucket_bytes: int
 ) -> tuple[list[Measured], list[Measured]]:
     """Return the rounds of both, after one of each that is not counted."""
-    worker = RolloutWorker(RankContext(), engine, TOKENIZER, canary_tolerance=TOLERANCES[torch.float32])
+    # Its `policy_version` is a property with a setter; pyright wants an attribute, as the protocol has.
+    generator: Engine = engine  # pyright: ignore[reportAssignmentType]
+    worker = RolloutWorker(RankContext(), generator, TOKENIZER, canary_tolerance=TOLERANCES[torch.float32])
     worker.check_weights(WeightStream(policy, torch.float32, bucket_bytes=bucket_bytes).layout)
-    processes = Processes(*[process.pid for process in engine._started.processes], os.getpid())
+    started = [process.pid for process in engine._started.processes]
+    processes = Processes(*(pid for pid in started if pid is not None), os.getpid())
     ours, theirs, canary = [], [], TimedCanary(engine)
     send = partial(publish, worker, policy, scores(policy).numpy(), bucket_bytes=bucket_bytes)
     with tempfile.TemporaryDirectory() as folder:
         reloaded = other_weights(policy, folder)
         for version in range(1, rounds + 2):
             one = processes.measure(partial(send, version=version))
-            buffers = engine._sender.buffers.num_bytes / MIB
-            ours.append(one._replace(mib=one.mib + buffers, canary_s=canary.seconds))
+            buffers = engine._sender.buffers
+            assert isinstance(buffers, WeightBuffers), "the engine is on a CPU"
+            ours.append(one._replace(mib=one.mib + buffers.num_bytes / MIB, canary_s=canary.seconds))
             theirs.append(processes.measure(lambda: reload(engine, folder)))
             check_reloaded(engine, reloaded)
     return ours[1:], theirs[1:]

@@ -47,7 +47,7 @@ def failure_of(model_type: str, device: str) -> str | None:
     """
     attention.register()
     try:
-        model = random_model(model_type).to(device)
+        model = random_model(model_type).to(device)  # pyright: ignore[reportArgumentType]  # a decorator hides `self`
         policy = Policy(model)
         check_model(policy, device, VOCABULARY)
         check_isolation(policy, device, VOCABULARY)
