@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.trl_grpo import ALPHABET, ROOT
 
 DEADLINE_S, GROUP = 600.0, 2
-# Tokens of a short response in the mean, and of a long one.
+# Mean tokens of a short response, and of a long one.
 SHORT, LONGEST = 90, 450
 SHORT_LETTERS, LONG_LETTERS, LAST = ALPHABET[:20], ALPHABET[20:22], ALPHABET[22]
 WAYS = {
@@ -39,7 +39,7 @@ WAYS = {
 def write_inputs(folder: Path) -> None:
     """Save a model whose responses are short or as long as the limit, and the prompts.
 
-    Two entries of the hidden state are the embedding's alone: a constant, and the letter's kind. The output layer reads
+    Only the embedding sets two entries of the hidden state: a constant, and the letter's kind. The output layer reads
     them, so that a response has letters of one kind, which its first letter decides, and ends with the probability of
     this kind. The letter that prompts end with has none.
     """
@@ -149,7 +149,7 @@ def main() -> int:
         print(f"{way:26}{seconds[way]:7.2f} s a step, {generation:.2f} s generation, {drain:.2f} s waiting for it")
     length = statistics.fmean(step.length for steps in found.values() for step in steps)
     turns, apart, lead = seconds.values()
-    print(f"{length:.1f} tokens of a response in the mean, at most {LONGEST}")
+    print(f"{length:.1f} tokens per response on average, at most {LONGEST}")
     print(f"lead 1 against lead 0 on the same ranks {apart / lead:.2f}, against two ranks in turns {turns / lead:.2f}")
     return int(apart / lead < options.bar)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_forecast [--steps 14] [--prompts 16] [--bar 0.15]
 
-Generation and updates are real; then both sleep until they have taken what an engine or a rank of its own would take,
+Generation and updates are real; then both sleep until they have taken what a dedicated engine or rank would take,
 so that ranks that share two cores take the time of ranks that don't. The lengths and rates of one run, two ranks in
 turns, forecast the others. Exits with 1 if a forecast of steps per hour is off by more than `--bar` of the measurement.
 """

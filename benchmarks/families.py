@@ -330,7 +330,7 @@ def _generate(source: Path) -> str:
 
 @contextmanager
 def _one_rank() -> Iterator[None]:
-    """Start a process group of this process alone."""
+    """Start a process group of only this process."""
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         try:

@@ -64,7 +64,7 @@ def long_tailed_lengths(rows: int, seed: int) -> np.ndarray:
 
 
 def config_of(factor: int) -> Config:
-    """Return the configuration of a run whose passes without gradients have a budget of their own."""
+    """Return the configuration of a run whose passes without gradients have a separate budget."""
     return Config(
         model=MODEL,
         data=Data(max_prompt_tokens=PROMPT),

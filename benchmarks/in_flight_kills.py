@@ -4,13 +4,13 @@
     python -m benchmarks.in_flight_kills FOLDER --finish
 
 Run it in the environment of `make vllm`. The process group of the driver is killed (SIGKILL) at a random moment of a
-random step, or while the resumed run starts. A further call goes on with the runs in FOLDER. After each call, every
+random step, or while the resumed run starts. A further call continues the runs in FOLDER. After each call, every
 step must have trained on its own prompts, each once, whose tokens are at most `--lead` versions old; if not, the exit
 code is 1. After `--limit-s` seconds there are no more kills.
 
-`--finish` lets the run go on to its end. Then it makes a synchronous run (`trainer.lead=0`) of as many steps, and
+`--finish` lets the run finish. Then it makes a synchronous run (`trainer.lead=0`) of as many steps, and
 compares the lengths of all responses that both trained on (two-sample Kolmogorov-Smirnov test). The learning rate is so
-small that the policy hardly changes, so lengths depend on its engine alone.
+small that the policy barely changes, so lengths depend only on its engine.
 """
 
 import argparse

@@ -106,7 +106,7 @@ def lineage(run_dir: Path) -> Lineage:
     """Return what the weights of a run were trained on: a resumed run goes back to its checkpoint.
 
     Raises:
-        ValueError: a step is missing, so a run went on from a checkpoint that the ledger doesn't lead to.
+        ValueError: a step is missing, so a run continued from a checkpoint that the ledger doesn't lead to.
     """
     path = run_dir / NAME
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []

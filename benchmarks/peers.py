@@ -2,7 +2,8 @@
 
     make peers     # installs them into .peers and runs python benchmarks/peers.py --peers .peers
 
-What cannot be imported is said and left out. TRL's packing moves the tokens too, which ours leaves to the ranks.
+Frameworks that cannot be imported are named and skipped. TRL's packing moves the tokens too, which ours leaves to
+the ranks.
 """
 
 import argparse

@@ -30,7 +30,7 @@ _PACKAGES = ("torch", "transformers", "ray", "numpy", "numba")
 def main() -> int:
     """Run, write, and say what failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run the commands that have this word alone")
+    parser.add_argument("--only", default="", help="run only the commands that contain this word")
     parser.add_argument("--skip", help="leave out the commands that have this word")
     arguments = parser.parse_args()
     places = _PLACE.findall(RESULTS.read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak [--steps 1000] [--every 20] [--seed 0] [--write FILE]
 
-A random rank of a role with a pool of its own is killed at a random phase of every 20th step. The run has to end with
+A random rank of a role with its own pool is killed at a random phase of every 20th step. The run has to end with
 the records and weights of the undisturbed one, bit for bit, and what its processes hold must not grow: resident memory
 of the driver, of the actor's ranks and of the whole run, open files, and shared memory, by linear regression after the
 first 100 steps (or the first tenth, of a short run). The other ranks are new after each fault. Files of Ray's log

@@ -12,7 +12,7 @@ def small_groups(config: Config) -> Iterator[str]:
     compares = algorithm.advantage in ("group_relative", "opo") or algorithm.advantage_arguments.get("center_groups")
     if size == 1 and compares:
         yield (
-            "trainer.group_size is 1: a group of one has no advantage, so nothing but a KL term is trained; set it to "
+            "trainer.group_size is 1: a group of one has no advantage, so only a KL term is trained; set it to "
             "2 or more, or choose recipe=remax or recipe=reinforce_plus_plus, which need no groups"
         )
     if size == 2 and algorithm.scale == "std":

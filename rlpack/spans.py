@@ -4,7 +4,7 @@
         ...
 
 `record_values` adds numbers that change over time, such as the requests that an engine runs. Every process appends both
-to a file of its own in the run directory, as JSON lines. Where no file is open, nothing is recorded. Spans of a thread
+to its own file in the run directory, as JSON lines. Where no file is open, nothing is recorded. Spans of a thread
 nest; one costs a few microseconds, and its line is about 80 bytes. A file that reaches `MOST_BYTES` replaces the
 process's older one, so a process keeps its newest spans in at most twice as many bytes.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # The folder of a run's spans, in its directory.
 FOLDER = "spans"
 MOST_BYTES = 32 * 2**20
-# Spans that a thread keeps before it writes them, if its outermost span goes on.
+# Spans that a thread keeps before it writes them, while its outermost span is open.
 _MOST_KEPT = 1000
 
 

@@ -1,7 +1,7 @@
 """Calls of users' code: reward functions, roles, losses, advantages and recipes may raise anything.
 
 SystemExit, GeneratorExit and the like pass every `except Exception`, and would end the command with no message, some
-with exit code 0. All imports and calls of users' code go through this module, which makes an error of them. A
+with exit code 0. All imports and calls of users' code go through this module, which turns them into errors. A
 KeyboardInterrupt that the user code raises is an error, too; that of a signal passes.
 
 The `rlpack train` command runs recipes, losses and advantages in its own process, which `protect_command` guards
@@ -68,7 +68,7 @@ _commands: list[_Command] = []
 
 
 def protect_command() -> None:
-    """Keep user code from ending this process without a message, from now on and to its end."""
+    """Keep user code from ending this process without a message, from now on."""
     if _commands and _commands[0].pid == os.getpid():
         return
     streams = {}

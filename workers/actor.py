@@ -272,7 +272,7 @@ class ActorWorker(SteppedRole):
         return metrics if routing is None else self._with_routing(metrics, routing)
 
     def _recorder(self) -> RecordedRouting | None:
-        """Return what records the routing of a pass, if it is to be replayed."""
+        """Return what records the routing of a pass, if it will be replayed."""
         if not self._settings.moe.replay_routing:
             return None
         if self._routing is None:  # refused before the start, unless the checks were left out

@@ -5,7 +5,7 @@ reads, so a new loss needs no change in a role.
 
 The column `loss_weight`, computed on the driver from global denominators, makes the loss of an optimizer step the plain
 sum over all microbatches and ranks; `token_weight` = 1 / (tokens of the step) does the same for metrics. Both hold one
-number per row, which applies to each of its response tokens; 0 leaves the row out. So no loss depends on how rows are
+number per row, which applies to each of its response tokens; 0 leaves the row out. No loss depends on how rows are
 batched. Metrics are named without the role, which `OptimizerStepper` prepends.
 """
 

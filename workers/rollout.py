@@ -237,7 +237,7 @@ class RolloutWorker(Worker):
     def load_bucket(self, bucket: Bucket, version: int) -> None:
         """Check one bucket of the actor's weights and copy it into the engine.
 
-        An engine that dies, and can be replaced, gets no more buckets; `publish` says so.
+        An engine that dies, and can be replaced, gets no more buckets; `publish` reports it.
 
         Raises:
             EngineError: it is not the bucket that is due or was damaged, so nothing is copied; or the engine failed to

@@ -7,10 +7,10 @@
 
 From the root of a checkout, `python -m benchmarks.gpu` needs no installation of rlpack: PyTorch, transformers, NumPy
 and Numba, pydantic and peft suffice for all rows but `train`, which also needs Ray and Hydra; `kernels` and `logprobs`
-need PyTorch and transformers alone. A row whose packages are missing is reported as failed, with their names.
+need only PyTorch and transformers. A row whose packages are missing is reported as failed, with their names.
 
-Rows: kernels, checks, logprobs, update, packing, memory, grpo, train. Each runs in a process of its own, so that memory
-is free again and a crash or a hang ends that row alone. Exits with 1 if a row failed or missed a bar; everything is
+Rows: kernels, checks, logprobs, update, packing, memory, grpo, train. Each runs in a separate process, so that memory
+is free again and a crash or a hang ends only that row. Exits with 1 if a row failed or missed a bar; everything is
 printed and written all the same.
 """
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU; bars on time and memory are not judged")
     parser.add_argument("--output", type=Path, help="write the section into this file instead of RESULTS.md")
-    parser.add_argument("--deadline", type=float, help="seconds of each row, instead of its own")
+    parser.add_argument("--deadline", type=float, help="seconds that a row may take (default: the row's own limit)")
     parser.add_argument("--measure", choices=list(ROWS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -71,7 +71,7 @@ def seconds_of(run: Callable[[], object], device: str, *, repeats: int = 10, war
 
 @contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Run the body in a process group of this process alone, as on a run's only rank."""
+    """Run the body in a process group of only this process, as on a run's only rank."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)

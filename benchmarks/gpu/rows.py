@@ -1,4 +1,4 @@
-"""The rows of the GPU benchmark, in the order of their run, and how one runs in a process of its own."""
+"""The rows of the GPU benchmark, in the order of their run, and how one runs in a separate process."""
 
 import importlib
 import json
@@ -80,7 +80,7 @@ def print_figures(name: str, setup: Setup) -> None:
 
 
 def run_row(name: str, setup: Setup, deadline_s: float | None = None) -> Outcome:
-    """Measure a row in a process of its own, which is killed with all that it started at the deadline."""
+    """Measure a row in a separate process, which is killed with its descendants at the deadline."""
     row = ROWS[name]
     if missing := [package for package in row.needs if find_spec(package) is None]:
         return Outcome((), f"not measured: it needs {', '.join(missing)}")

@@ -8,27 +8,27 @@
                     publish     publish     publish
     other threads   draw 2      draw 3      draw 4
 
-A batch is *begun*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step of
-its number. The picture shows `rollout.publish=drain` and a lead of 1. With `rollout.publish=in_flight` there is no
-drain: new weights reach engines while they sample, and a response goes on with them. Then a lead of several steps makes
+A batch is *started*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step
+of its number. The picture shows `rollout.publish=drain` and a lead of 1. With `rollout.publish=in_flight` there is no
+drain: new weights reach engines while they sample, and responses continue with them. Then a lead of several steps makes
 sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones.
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
-1. `take` at step b begins all batches up to b + lead that were not begun, in order, and returns batch b. Nothing else
-   begins a batch. So each is begun once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
+1. `take` at step b starts all batches up to b + lead that were not started, in order, and returns batch b. Nothing else
+   starts a batch. Each is started once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
    replaced or dropped. `end` says that no step takes a batch any more: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That is known once that one is drawn,
    or before, if the recipe draws `trainer.prompts_per_step` prompts for every batch (`RecipeSpec.draws_once`). Only
    then are several drawn at a time.
-3. `publish` is called once per step. So at most `lead` versions appear between the beginning of batch b and step b,
-   which takes it. With drain, `publish` waits for the batch that was begun before it loads weights, so all tokens of a
+3. `publish` is called once per step. At most `lead` versions therefore appear between the start of batch b and step b,
+   which takes it. With drain, `publish` waits for the started batch before it loads weights, so all tokens of a
    batch have one version. `take` reads the tokens' versions and checks all of this nevertheless.
 4. A checkpoint is written between steps. With drain it holds the waiting batch, which is drawn by then, so a resumed
    run trains on the same batch, bit for bit, and then draws from the same position of the stream. With in_flight, it
    holds where the waiting batches begin. All of them are drawn again as a whole, from the same positions and seeds,
    with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the moments of
-   publication do. So batches that were drawn are not kept: they tend to be those of short responses, and if the others
+   publication do. Batches that were drawn are not kept: they tend to be those of short responses, and if the others
    got a second chance to be short, responses of a resumed run would be shorter than those of an uninterrupted one.
    What `trainer.late_groups.window` leaves of a batch is held (`rlpack.recipes.driver.late_groups`).
 5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
@@ -41,12 +41,12 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    once (`rlpack.distributed.ray_store`).
 
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
-   (`rlpack.recipes.driver.evaluations`). It is begun after `publish` of step n, and `publish` of step n + 1 waits for
+   (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
    it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
-   a time. When the evaluation is begun, all batches that were begun are drawn (3.), and the next one is begun after it,
+   a time. When the evaluation is started, all started batches are drawn (3.), and the next one is started after it,
    by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn. Neither
-   order adds a publication between the beginning of a batch and the step that takes it, so the bound stays `lead`. The
-   evaluation waits for calls of roles alone, so it ends, and then the draw and the publication that wait for it do.
+   order adds a publication between the start of a batch and the step that takes it, so the bound stays `lead`. The
+   evaluation waits only for calls of roles, so it ends, and then the draw and the publication that wait for it do.
    Evaluations before the first step and after the last have no step that trains meanwhile, and are waited for.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
@@ -154,7 +154,7 @@ class AheadQueue:
         return rollouts
 
     def drain(self) -> None:
-        """Wait until all batches that were begun are drawn.
+        """Wait until all started batches are drawn.
 
         Raises:
             RoleError: drawing one failed.
@@ -165,7 +165,7 @@ class AheadQueue:
     def publish(self, step: StepContext) -> None:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
 
-        With drain, the batch that was begun is drawn by then, too. If its draw failed, nothing is sent, and
+        With drain, the started batch is drawn by then, too. If its draw failed, nothing is sent, and
         `raise_failure` raises its error once the step is committed. The step has done with its batch: with a lead, its
         payloads and those of the batch are released first, because draws may wait for room.
 
@@ -194,7 +194,7 @@ class AheadQueue:
             raise self._failure
 
     def _failure_of_draw(self) -> Exception | None:
-        """Wait until all batches that were begun are drawn; return what a draw raised, None if none did."""
+        """Wait until all started batches are drawn; return what a draw raised, None if none did."""
         try:
             self.drain()
         except Exception as error:  # noqa: BLE001 - `raise_failure` raises it
@@ -202,7 +202,7 @@ class AheadQueue:
         return None
 
     def end(self) -> None:
-        """End the queue: no step takes a batch any more, and none is begun.
+        """End the queue: no more batches are taken or started.
 
         The run ends, so draws that are under way lose their roles. That they fail is no longer worth a warning.
         """
@@ -253,11 +253,11 @@ class AheadQueue:
 
     @property
     def _draws_ahead(self) -> bool:
-        """Return whether a batch may be begun before the one before it is drawn."""
+        """Return whether a batch may be started before the previous one is drawn."""
         return self._in_flight and self._draws_once
 
     def _begin_until(self, number: int) -> None:
-        """Begin the batches after the last one that was begun, in order, up to that of a step."""
+        """Start the batches after the last started one, in order, up to a step's batch."""
         assert self._taken is not None
         while not self._has_ended:
             last = self._waiting[-1] if self._waiting else self._taken
@@ -278,7 +278,7 @@ class AheadQueue:
         self._start(begun)
 
     def _start(self, begun: BegunBatch) -> None:
-        """Draw a batch in a thread of its own."""
+        """Draw a batch in a separate thread."""
         if self._late is not None:
             begun.groups = GroupsByEnd(begun.context)
         draw = partial(self._draw, begun.context, begun.groups)

@@ -23,7 +23,7 @@ def passes(
     """Yield the rows and the plan of each of `trainer.updates_per_batch` passes.
 
     The first pass has the batch and its plan. With `trainer.shuffle_mini_batches`, each later one has the rows in
-    another order, with a plan and loss weights of their own.
+    another order, with their own plan and loss weights.
 
     Args:
         session: the run.

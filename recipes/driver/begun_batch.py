@@ -1,4 +1,4 @@
-"""A batch of the queue of `rlpack.recipes.driver.ahead`, from the moment at which its draw begins."""
+"""A batch of the queue of `rlpack.recipes.driver.ahead`, from the start of its draw."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LOOK_S = 1.0
 
 @dataclass
 class BegunBatch:
-    """A batch that was begun.
+    """A batch whose draw was started.
 
     Attributes:
         context: where its draw records metrics, timers and the position in the stream of prompts.

@@ -1,4 +1,4 @@
-"""What a recipe draws for one step: rollouts, and the rewards that are on their way."""
+"""What a recipe draws for one step: rollouts, and their pending rewards."""
 
 from collections.abc import Callable
 from functools import partial

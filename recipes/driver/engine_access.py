@@ -3,8 +3,9 @@
     generation      with access.generation() as number:     draws batches; evaluates
     publication     with access.publication():              waits until no generation has a call under way
 
-With `rollout.publish=in_flight`, generations go on after a publication, with the new weights: each asks `wait_for_turn`
-between its calls. Otherwise, generations have ended before weights are published, and all of this returns at once.
+With `rollout.publish=in_flight`, generations continue after a publication, with the new weights: each calls
+`wait_for_turn` between its calls. Otherwise, generations have ended before weights are published, and all of this
+returns at once.
 
 Generations share what is known of the engines: one that failed (`failed`) gets no rows of any generation until it is
 replaced, which a publication does before it sends weights.
@@ -71,7 +72,7 @@ class EngineAccess:
             self._failed |= {rank}
 
     def record_starts(self, num_starts: int, num_ranks: int) -> None:
-        """Note how often the ranks were started; if that is news, all engines are new and without weights."""
+        """Record how many times the ranks were started; if that changed, all engines are new and have no weights."""
         with self._changed:
             if num_starts != self._num_starts:
                 self._num_starts, self._failed = num_starts, frozenset(range(num_ranks))

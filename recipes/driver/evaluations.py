@@ -1,4 +1,4 @@
-"""The evaluations of a run: one at a time, in a thread of its own while the next step trains (`trainer.lead`).
+"""The evaluations of a run: one at a time, in a separate thread while the next step trains (`trainer.lead`).
 
     step n + 1                 take ─► begin ─► train ─────► finish ─► publish
     evaluation after step n    sample, score ──────────────────┘
@@ -38,7 +38,7 @@ _LOOK_S = 1.0
 
 
 class EnginesOnly(Generic[S]):
-    """An evaluation that calls the engines and the reward role alone, so that the actor may train meanwhile."""
+    """An evaluation that calls only the engines and the reward role, so that the actor may train meanwhile."""
 
     def __init__(self, evaluate: Callable[[S, StepContext], None]) -> None:
         """Mark a function of the session and the evaluation's context; use it as a decorator."""
@@ -50,7 +50,7 @@ class EnginesOnly(Generic[S]):
 
 
 def with_seed(groups: Mapping[str, WorkerGroup[Any]], seed: int) -> dict[str, WorkerGroup[Any]]:
-    """Return the groups with a seed of their own, which the next step doesn't change."""
+    """Return copies of the groups with a fixed seed, which the next step doesn't change."""
     copies = {name: copy.copy(group) for name, group in groups.items()}
     for group in copies.values():
         group.seed = seed
@@ -59,10 +59,10 @@ def with_seed(groups: Mapping[str, WorkerGroup[Any]], seed: int) -> dict[str, Wo
 
 @dataclass
 class _UnderWay:
-    """An evaluation that was begun.
+    """An evaluation in progress.
 
     Attributes:
-        place: phase and step after which it was begun.
+        place: phase and step after which it was started.
         context: where it records metrics.
         call: its thread.
         lost_at: `EngineAccess.epoch` when its last engine failed, if that happened.
@@ -92,7 +92,7 @@ class Evaluations:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether an evaluation was begun and isn't logged."""
+        """Return whether an evaluation was started but isn't logged yet."""
         return self._under_way is not None
 
     def needs(self, place: Place) -> bool:
@@ -100,8 +100,8 @@ class Evaluations:
         return self.done != place and (self._under_way is None or self._under_way.place != place)
 
     def begin(self, place: Place, context: StepContext, evaluate: Callable[[], None]) -> None:
-        """Start the evaluation after a step in a thread of its own."""
-        assert self._under_way is None, "an evaluation is begun before the last one was waited for"
+        """Start the evaluation after a step in a separate thread."""
+        assert self._under_way is None, "an evaluation is started before the last one was waited for"
         call = BackgroundCall(partial(self._run, place, context, evaluate), name="evaluate")
         self._under_way = _UnderWay(place, context, call)
 

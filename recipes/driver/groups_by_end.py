@@ -49,7 +49,7 @@ class GroupsByEnd:
         self._error: BaseException | None = None
 
     def add(self, part: Batch) -> None:
-        """Take groups whose rewards are on their way; one of `MOST_THREADS` threads waits for these."""
+        """Take groups whose rewards are pending; one of `MOST_THREADS` threads waits for these."""
         with self._changed:
             self._num_scoring += 1
             self._parts.append(part)

@@ -6,13 +6,13 @@ Step b takes its own batch b, and what is left of earlier ones, as far as their 
    whose window closes: those of batch b - w + 1 for a window of w steps, and at the last step all of them.
 2. It takes every group that has ended and was not taken. A group that is left is late; a later step takes it.
 
-So a group of batch b is taken once, at one of the steps b to b + w - 1. Nothing is dropped: what has not ended by the
-last of these steps is waited for.
+A group of batch b is therefore taken once, at one of the steps b to b + w - 1. Nothing is dropped: the last of these
+steps waits for all groups that are left.
 
-**Bound.** Let one publication come every p steps (p = 1 today). Batch b is begun at step b - lead or later, so at most
-`lead` versions appear before step b takes it (invariant 3 of `rlpack.recipes.driver.ahead`). A group that is taken at
-step b + k, 0 <= k <= w - 1, is older by the publications of the k steps from b to b + k - 1, which are at most
-ceil(k / p). So no token is older than
+**Bound.** Let one publication come every p steps (p = 1 today). Batch b is started at step b - lead or later, so
+at most `lead` versions appear before step b takes it (invariant 3 of `rlpack.recipes.driver.ahead`). A group that is
+taken at step b + k, 0 <= k <= w - 1, is older by the publications of the k steps from b to b + k - 1, which are at most
+ceil(k / p). No token is therefore older than
 
     lead + ceil((w - 1) / p) versions, which is lead + w - 1 with p = 1 (`Trainer.max_lag`).
 
@@ -21,7 +21,7 @@ ceil(k / p). So no token is older than
 A batch of a step has between P - floor(share · P) and P + (w - 1) · floor(share · P) groups: the plan, the
 mini-batches and all denominators are made from the rows that it has. Which ones depends on time.
 
-A checkpoint waits for the late groups of the batches that were begun to be trained on, and holds them: a resumed run
+A checkpoint waits for the late groups of the started batches to be trained on, and holds them: a resumed run
 trains on them at its next step. They can't be drawn again without giving long responses a second chance to be short.
 """
 

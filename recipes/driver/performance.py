@@ -47,7 +47,7 @@ class PerformanceMeter:
 
     @classmethod
     def start(cls, config: Config, groups: Mapping[str, WorkerGroup[Any]], model: PreTrainedModel) -> Self:
-        """Let the ranks find out what their devices can do, while the driver goes on.
+        """Let the ranks measure their devices' peak while the driver continues.
 
         Args:
             config: the whole configuration.

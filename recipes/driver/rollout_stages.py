@@ -76,7 +76,7 @@ class SamplingSession(Protocol):
 
         Args:
             generation: its number.
-            none_is_left: whether all have failed, so that the generation can't go on with the others.
+            none_is_left: whether all have failed, so that the generation can't continue with the others.
         """
         ...
 

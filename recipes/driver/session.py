@@ -240,7 +240,7 @@ class Session:
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:
-        """Stop generation for a block that publishes weights, in generation `of` if given; rows go on afterwards."""
+        """Pause generation for a block that publishes weights, in generation `of` if given; rows continue after it."""
         with ExitStack() as stack:
             with self.store.waiting():
                 stack.enter_context(self.engine_access.publication(of))
@@ -257,13 +257,13 @@ class Session:
             RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
         engine_restarts.replace_failed_engines(self.rollout, self.engine_access)
-        self._interrupt_engines()  # those that passed the canary have gone on
+        self._interrupt_engines()  # those that passed the canary have continued
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def renew_engines(self, generation: int, none_is_left: bool) -> bool:
         """Replace the engines that failed, for a generation; return whether that was possible at this moment.
 
-        A generation in a thread of its own waits for the main thread, whose actor may have other weights; with kept
+        A generation in another thread waits for the main thread, whose actor may have other weights; with kept
         ones, it waits only while an engine is left.
 
         Raises:
@@ -356,7 +356,7 @@ class Session:
 
     def _continue_steps(self, total: int, evaluate: Evaluate | None) -> None:
         """Do what is due after the last step, unless that is done."""
-        if self.step is None and self.progress.step:  # resumed: it was done before the checkpoint, unless it says so
+        if self.step is None and self.progress.step:  # resumed: done before the checkpoint, unless that says it is due
             self.completed = self._place
             self.evaluations.done = None if self.evaluations.is_due else self._place
             self._evaluate(evaluate, is_last=self.progress.step == total)

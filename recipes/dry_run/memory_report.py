@@ -105,7 +105,7 @@ def verdict(memory: RunMemory) -> str:
 def change_lines(memory: RunMemory, changes: list[tuple[str, RunMemory]]) -> Iterator[str]:
     """Yield the changes of single keys that make a run fit, or if there is none, those that help most."""
     fitting = [change for change in changes if change[1].excess <= 0]
-    yield "each of these alone makes it fit:" if fitting else "none of these alone makes it fit:"
+    yield "each of these changes makes it fit:" if fitting else "none of these changes makes it fit by itself:"
     shown = fitting or sorted(changes, key=lambda change: change[1].excess)
     for override, changed in shown:
         yield f"  {override}  ({_size(memory, changed)})"

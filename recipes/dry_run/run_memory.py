@@ -1,7 +1,7 @@
 """The memory of a run: of each role on a rank, of the roles of a pool together, and whether it fits.
 
-Roles of a pool share their ranks' processes and work one at a time. So a rank holds what all of its roles keep between
-their calls, and in addition what one call takes at its peak.
+Roles of a pool share their ranks' processes and work one at a time. A rank holds what all of its roles keep between
+their calls, plus the peak of one call.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from rlpack.recipes.dry_run.engine_memory import EngineMemory
 PROCESS_BYTES = 400_000_000
 # Memory of a GPU that PyTorch's allocator doesn't count: the CUDA context, and buffers of NCCL and cuBLAS.
 CONTEXT_BYTES = 1_000_000_000
-# Buckets of weights that are on their way to the engines at one time, and their size.
+# Number and size of the weight buckets that are in flight to the engines at one time.
 _BUCKETS, _BUCKET_BYTES = 2, 2**28
 # Columns of a batch, which are in the object store.
 _COLUMNS = ("input_ids", "response_mask")
@@ -187,7 +187,7 @@ def run_memory(
 def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routing: int = 0) -> int:
     """Return the bytes of a batch's tokens in the object store, and of weights for the engines.
 
-    These are the buckets on their way; with `trainer.lead` and `rollout.publish=drain`, all weights that were published
+    These are the buckets in flight; with `trainer.lead` and `rollout.publish=drain`, all weights that were published
     last (`rlpack.recipes.driver.engine_restarts.keep_weights`).
     """
     names = _COLUMNS + (_SAMPLED if engine is not None else ())

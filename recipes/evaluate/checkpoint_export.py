@@ -1,6 +1,6 @@
 """The model folder of a run's checkpoint, without a trainer.
 
-A checkpoint holds the actor's sharded weights and its optimizer, and neither model config nor tokenizer. So the model
+A checkpoint holds the actor's sharded weights and its optimizer, and neither model config nor tokenizer. The model
 is built as the run built it, the weights are read into it by one process, and the tokenizer is loaded, or built from
 the run's prompts, again. The process holds the model once, in fp32; the export writes its weights one after another.
 """

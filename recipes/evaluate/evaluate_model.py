@@ -7,7 +7,7 @@
     results = statistics of all rows
     write results.json and samples.html
 
-The random numbers of a response depend on the seed, the prompt's position and the sample's number alone, as in the
+The random numbers of a response depend only on the seed, the prompt's position and the sample's number, as in the
 evaluation of a run. A kill costs at most the part in progress.
 """
 
@@ -66,7 +66,7 @@ _HASHED = ("config.json", "tokenizer.json")
 
 
 def main(config: Config) -> None:
-    """Evaluate a model, or go on where an earlier command with the same arguments was stopped."""
+    """Evaluate a model, or continue an interrupted evaluation with the same arguments."""
     output, console = Path(cast(str, config.run_dir)), Console()
     settings, arguments = recipe_section(config, Evaluate), arguments_of(config)
     if settings.output_dir is None and (other := other_evaluation(output, arguments)):
@@ -185,7 +185,7 @@ def _vote(row: SampleRow, reader: AnswerReader) -> str | None:
 
 
 def _model_hash(config: Config) -> str:
-    """Return a hash of the files that decide what the model samples; of the name alone for a model of the Hub."""
+    """Return a hash of the files that decide what the model samples; for a model of the Hub, of its name."""
     checkpoint = recipe_section(config, Evaluate).checkpoint
     if checkpoint is not None:
         return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file

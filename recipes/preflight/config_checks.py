@@ -229,7 +229,7 @@ def _check_judge(config: Config, roles: Sequence[str], *splits: Prompts) -> None
 def _check_held_out_demonstrations(
     config: Config, tokenizer: PreTrainedTokenizerBase, held_out: Prompts, model: PreTrainedModel
 ) -> None:
-    """Check the demonstrations of evaluations, whose passes may have a token budget of their own."""
+    """Check the demonstrations of evaluations, whose passes may have a separate token budget."""
     forward = forward_batching(config, "actor")
     if forward is None:
         _check_demonstrations(config, held_out, tokenizer, role_batching(config, "actor"), model)

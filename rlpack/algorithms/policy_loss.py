@@ -227,7 +227,7 @@ def dppo_tv(
     """Return `-sg(min(r, max_ratio))·A·log π` where the token's probability has moved little, else 0.
 
     DPPO with the binary total variation (Qi et al. 2026, arXiv:2602.04879); sg stops the gradient. With p = π and
-    q = π_old of the token, its loss is 0 if A > 0 and p - q > clip_high, or A ≤ 0 and q - p > clip_low. So tokens of
+    q = π_old of the token, its loss is 0 if A > 0 and p - q > clip_high, or A ≤ 0 and q - p > clip_low. Tokens of
     low probability may change by large ratios, and those of high probability by small ones. The paper's q is of the
     policy that sampled: `algorithm.correction.bypass=true`.
 

@@ -1,6 +1,6 @@
 """Save training state while training continues (`torch.distributed.checkpoint.async_save`).
 
-    start      copy this rank's part of weights and optimizer state; training waits for this alone
+    start      copy this rank's part of weights and optimizer state; training waits only for this
     thread     write the copy, as `save_training_state` writes the state itself
     wait       raise if a rank could not write
 

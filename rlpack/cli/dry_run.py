@@ -28,7 +28,7 @@ def split_options(arguments: Sequence[str]) -> tuple[bool, float | None, list[st
         name, has_value, value = word.partition("=")
         if name == _FLAG:
             if has_value:
-                raise ConfigError([f"{word}: {_FLAG} takes no value; write {_FLAG} alone"])
+                raise ConfigError([f"{word}: {_FLAG} takes no value; write just {_FLAG}"])
             is_dry = True
         elif name == _MEMORY:
             memory = positive_number(_MEMORY, value if has_value else next(words, ""))

@@ -304,7 +304,7 @@ def _assumptions(arguments: argparse.Namespace) -> str:
         f"{arguments.overhead_ms:g} ms overhead a microbatch, {arguments.fixed_gb:g} GB fixed memory"
     )
     if arguments.fixed_gb == 0:
-        text += "\nnote: memory is that of activations alone; add weights and optimizer states by --fixed-gb"
+        text += "\nnote: memory counts only activations; add weights and optimizer states with --fixed-gb"
     return text
 
 

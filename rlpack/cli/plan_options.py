@@ -94,7 +94,7 @@ def parsers() -> tuple[OptionParser, OptionParser]:
     plan.add_argument("--algorithm", choices=ALGORITHMS, help="packer of packed mode (best_fit_decreasing)")
     plan.add_argument("--compare", action="store_true", help="show all algorithms and modes")
     plan.add_argument(
-        "--suggest", action="store_true", help="search mode (or --mode alone), budget, alignment and algorithm"
+        "--suggest", action="store_true", help="search mode (or only --mode), budget, alignment and algorithm"
     )
     plan.add_argument("--fit", action="store_true", help="fit times to the steps of the given run")
     plan.add_argument(

@@ -28,7 +28,7 @@ def hide_progress_bars() -> None:
 
 
 def log_to_console() -> None:
-    """Log to standard error, if nothing is set up yet; records of libraries below warnings go to `run.log` alone."""
+    """Log to standard error, if nothing is set up yet; records of libraries below warnings go only to `run.log`."""
     handler = logging.StreamHandler()
     handler.addFilter(concerns_the_run)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", handlers=[handler])

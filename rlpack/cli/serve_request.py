@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="rlpack serve",
         usage="rlpack serve MODEL_OR_RUN [options] [vllm.<argument>=value …]",
-        description="Start vLLM's OpenAI-compatible server for a model, with a token, on this machine alone.",
+        description="Start vLLM's OpenAI-compatible server for a model, with a token, for this machine only.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -83,7 +83,7 @@ def _simulate(given: argparse.Namespace) -> None:
     rates, ranks = _with_options(measured, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
     print(
-        f"responses of {lengths.mean():.0f} tokens in the mean, {int(lengths.max()):,} at most; "
+        f"responses of {lengths.mean():.0f} tokens on average, {int(lengths.max()):,} at most; "
         f"{rates.rows_per_step:,} a step; {rates.slots:,} at once in an engine, {1e3 * rates.token_s:.3g} ms a token; "
         f"training {rates.train_tokens_per_s:,.0f} tokens/s a rank; publication {rates.publish_s:.3g} s"
     )

@@ -1,6 +1,6 @@
 """`rlpack train supervise=N`: start a run again from its newest checkpoint after it failed, at most N times.
 
-The run is a process of its own, with the same command line. What another attempt can't mend ends the run at once: a
+The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
 wrong configuration or wrong data, Ctrl-C, and a second failure in a row without a newer checkpoint in between.
 """
 
@@ -30,12 +30,12 @@ _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
-    """Run `rlpack train` in a process of its own, again after failures, and return the last exit code.
+    """Run `rlpack train` in a separate process, again after failures, and return the last exit code.
 
     Args:
         arguments: of the command, which are known to be right.
         run_dir: the run's directory.
-        restarts: how often the run may be started again.
+        restarts: how many times the run may be restarted.
     """
     words = [word for word in arguments if word.lstrip("+").partition("=")[0] not in ("run_dir", "resume", "supervise")]
     words += [f"run_dir={hydra_text(run_dir)}", "supervise=0"]
@@ -92,7 +92,7 @@ def begin_attempt() -> None:
 def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
     """Run an attempt; return its exit code, minus a signal's number, and whether it was ended on purpose."""
     environment = os.environ | {_ATTEMPT: f"{os.getpid()}:{number + 1}:{restarts + 1}"}
-    # In a process group of its own, Ctrl-C in a terminal reaches it once, through this process.
+    # In a separate process group, so that Ctrl-C in a terminal reaches it once, through this process.
     attempt = subprocess.Popen([sys.executable, "-m", "rlpack", "train", *words], env=environment, process_group=0)
     is_interrupted = False
     while True:

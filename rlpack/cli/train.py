@@ -1,6 +1,6 @@
 """`rlpack train`: compose all jobs with Hydra, validate them, then run one after another.
 
-Recipes run outside Hydra's job runner, which would print its own messages and choose the exit code. So all jobs of a
+Recipes run outside Hydra's job runner, which would print its own messages and choose the exit code. All jobs of a
 sweep are validated before the first one starts.
 """
 

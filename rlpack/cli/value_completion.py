@@ -1,4 +1,4 @@
-"""Shell completion of values: the choices of a key. Hydra itself offers a key's present value alone."""
+"""Shell completion of values: the choices of a key. Hydra itself offers only a key's present value."""
 
 import inspect
 from collections.abc import Sequence

@@ -27,7 +27,7 @@ def ahead_problems(config: Config) -> Iterator[str]:
     if sharing:
         yield (
             f"trainer.lead is {lead}, but the pool {pool!r} of the role rollout also runs {', '.join(sharing)}; its "
-            "processes would take turns, and nothing would overlap. Give rollout a pool of its own, "
+            "processes would take turns, and nothing would overlap. Give rollout its own pool, "
             "as placement=two_pools does, or set trainer.lead=0"
         )
 
@@ -47,7 +47,7 @@ def ahead_warnings(config: Config) -> Iterator[str]:
             way_out = (
                 f"set placement.roles.{role}={engines}"
                 if role in _DRAWING
-                else f"give it a pool of its own: placement.pools.{role}.ranks=1 placement.roles.{role}={role}"
+                else f"give it its own pool: placement.pools.{role}.ranks=1 placement.roles.{role}={role}"
             )
             yield (
                 f"trainer.lead is {config.trainer.lead}, but the role {role} scores in the pool {pool!r}, which also "
@@ -118,17 +118,17 @@ def _late_problems(config: Config) -> Iterator[str]:
 
 
 def _kept_cache_problems(config: Config) -> Iterator[str]:
-    """Yield why the engines can't keep the KV cache of responses that go on with new weights."""
+    """Yield why the engines can't keep the KV cache of responses that continue with new weights."""
     rollout = config.rollout
     if rollout.publish == "drain":
         yield (
-            "rollout.kv_cache is keep, but with rollout.publish=drain no response goes on with new weights; set "
+            "rollout.kv_cache is keep, but with rollout.publish=drain no response continues with new weights; set "
             "rollout.kv_cache=clear, or rollout.publish=in_flight"
         )
     if rollout.lora == "adapter":
         yield (
             "rollout.kv_cache is keep, but with rollout.lora=adapter every update is a new adapter, for which vLLM has "
-            "a cache of its own; set rollout.kv_cache=clear, or rollout.lora=merged"
+            "a separate cache; set rollout.kv_cache=clear, or rollout.lora=merged"
         )
     if rollout.vllm.get("enable_prefix_caching") is False:
         yield (

@@ -24,7 +24,7 @@ def compile_problems(config: Config) -> Iterator[str]:
         sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
         split = ", ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items() if size > 1)
         if split:
-            yield f"{key} compiles whole layers, which {split} divides; set {key}=false, or shard with dp_shard alone"
+            yield f"{key} compiles whole layers, which {split} divides; set {key}=false, or shard only with dp_shard"
     if config.actor.compile and config.actor.lora.rank > 0:
         yield (
             f"actor.compile and actor.lora.rank={config.actor.lora.rank} can't be combined: adapters change between "

@@ -9,7 +9,7 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config, EvaluationSet, builtin_roles
 
-# The column with the set's name in the rows that the reward role scores, where the set has a reward of its own.
+# The column with the set's name in the rows that the reward role scores, where the set has its own reward.
 COLUMN = "evaluation_set"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 

@@ -52,14 +52,14 @@ class RecipeSpec:
         trains: roles that it trains, each a `Trainable`: they are saved, resumed and exported.
         sections: its own config sections by name; every key needs a default.
         rules: generators of problems that make a config invalid.
-        warnings: generators of texts about choices that are valid but hardly intended.
+        warnings: generators of texts about choices that are valid but probably not intended.
         ignores: keys of shared sections that it doesn't read, each with the reason.
         advantage_columns: columns that it adds to rollouts for the advantage function.
         needs_demonstrations: whether its own steps train on demonstrations.
         runs_ahead: whether it takes its batches from `rlpack.recipes.driver.ahead`, as `trainer.lead` needs.
         draws_once: whether the batch of every step takes exactly `trainer.prompts_per_step` prompts from the stream, so
             that it is known where the next one begins.
-        takes_late_groups: whether it draws batches by `draw_rollouts` alone and trains on any number of whole groups,
+        takes_late_groups: whether it draws batches only by `draw_rollouts` and trains on any number of whole groups,
             as `trainer.late_groups.window` needs.
     """
 

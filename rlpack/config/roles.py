@@ -40,7 +40,7 @@ def role_batching(config: Config, role: str) -> Batching:
     """
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
-    # Roles without microbatches have no token budget: prompts on their way to them are never cut or dropped.
+    # Roles without microbatches have no token budget: prompts that they receive are never cut or dropped.
     names = ("pad_to_multiple", "length_multiple")
     multiples = {name: min(getattr(config.batching, name), config.batching.budget) for name in names}
     if role == "rollout":

@@ -286,7 +286,7 @@ def _placement(config: Config) -> Iterator[str]:
             yield (
                 f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; it has to be 0 or 1, because a rank "
                 f"runs on the CPU or on one whole GPU; set placement.pools.{name}.ranks to the number of GPUs. Only a "
-                "pool of the role rollout alone, with rollout.engine=vllm, may have several, which share the model"
+                "pool with no role but rollout, with rollout.engine=vllm, may have several, which share the model"
             )
 
 

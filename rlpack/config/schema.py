@@ -53,7 +53,7 @@ class Trainer(Section):
         le=64,
         description="How many steps ahead batches are generated: 0 to alternate generation and training; 1 to generate "
         "the next batch while the actor trains on the current one, with weights that are one policy version older; "
-        "more only with rollout.publish=in_flight. Above 0, the role rollout needs a pool of its own.",
+        "more only with rollout.publish=in_flight. Above 0, the role rollout needs its own pool.",
     )
     late_groups: LateGroupSettings = LateGroupSettings()
 
@@ -69,7 +69,7 @@ class Trainer(Section):
 
     @property
     def measured_lags(self) -> range:
-        """Lags with metrics of their own: those up to `max_lag` that occur, since step b is at most b - 1 behind."""
+        """Lags with separate metrics: those up to `max_lag` that occur, since step b is at most b - 1 behind."""
         return range(min(self.max_lag, self.steps - 1) + 1)
 
 
@@ -236,7 +236,7 @@ class Rollout(Section):
         default=None,
         description="Mean difference between the trainer's and the sampler's log-probs, in nats, above which the run "
         "warns once; above ten times that it ends. null is 0.05 with actor.precision=fp32 and 0.3 with bf16, and no "
-        "limit with top_p or top_k, which change the sampler's log-probs alone.",
+        "limit with top_p or top_k, which change only the sampler's log-probs.",
     )
     max_num_seqs: Count = Field(
         default=256,
@@ -343,7 +343,7 @@ class Checkpoint(Section):
     keep: Count = Field(default=2, description="How many of the newest checkpoints to keep.")
     asynchronous: bool = Field(
         default=False,
-        description="Write checkpoints while training goes on. Steps then wait only until each rank has copied its "
+        description="Write checkpoints while training continues. Steps then wait only until each rank has copied its "
         "part of weights and optimizer state, which takes that much memory.",
     )
 

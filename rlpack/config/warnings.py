@@ -48,7 +48,7 @@ def _sampling(config: Config) -> Iterator[str]:
 
 
 def _mini_batches(config: Config, given: Collection[str] | None) -> Iterator[str]:
-    """Yield a warning if mini-batches don't divide a rollout batch, or exceed it because the command says so."""
+    """Yield a warning if mini-batches don't divide a rollout batch, or the command line makes them larger than it."""
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is None:
         return

@@ -25,7 +25,7 @@ class Call:
             method for its effects (collectives with the output ranks).
         background: it runs in the role's own thread, while the ranks answer other calls.
         ranks: the ranks that are called; None for ranks 0, 1, …
-        of_start: how often the ranks had been started as they got the earlier calls on which its results depend; None
+        of_start: how many times the ranks had been started when they got the earlier calls that it depends on; None
             if it may run again on ranks that were started again.
         answer_s: deadline of its answer, in seconds from its start; None for that of the pool, which counts from when
             the call is waited for.

@@ -98,7 +98,7 @@ class Cluster:
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
-        # A local cluster belongs to this run alone, so nothing has to be reserved. Without a placement group, ranks use
+        # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
         group = None if self._placement.address is None else self._reserve(name, pool)
         self._pools[name] = RayRanks(name, pool, group, self._placement, self.store, self.restarts)

@@ -7,7 +7,7 @@ The decorator of a method declares on which ranks it runs and what they receive:
 - `@broadcast`: every rank runs it with the same arguments (a collective, for example); the driver gets rank 0's result.
 - `@rank_zero`: only rank 0 runs it.
 - `@one_rank`: the rank that the driver names runs it (`WorkerGroup.submit_to`); its first argument is a batch, and it
-  returns rows of its own choice.
+  chooses which rows it returns.
 
 The decorators only record this on the function; called directly, in one process, a method is plain Python.
 """
@@ -67,7 +67,7 @@ def sharded(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
-    A single column can be declared by its name alone.
+    A single column can be declared by just its name.
 
     Args:
         reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's

@@ -120,8 +120,8 @@ class ClusterError(RuntimeError):
     def __str__(self) -> str:
         """Return the cause, where the logs are, and the way out."""
         return (
-            f"{self.cause} during the run, which can't go on without it; {self.logs} and the kernel's log may say why "
-            "(memory that ran out, another program); run the same command with resume=auto to continue"
+            f"{self.cause} during the run, which can't continue without it; see {self.logs} and the kernel's log "
+            "for the reason (out of memory, another program); run the same command with resume=auto to continue"
         )
 
 

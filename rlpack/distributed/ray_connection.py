@@ -1,6 +1,6 @@
 """The driver's connection to Ray: join a cluster, or start one on this machine.
 
-It imports Ray and the configuration alone, so that Ray's daemons can start while the driver imports everything else.
+It imports only Ray and the configuration, so that Ray's daemons can start while the driver imports everything else.
 
 User code never shadows ours. Ray puts the driver's working directory first on the import path of its workers, where a
 file `random.py` would replace the standard library's. Here it is left out; each rank appends it instead

@@ -21,7 +21,7 @@ from rlpack.distributed.run_token import RunToken
 
 logger = logging.getLogger(__name__)
 
-# A run can't go on without these.
+# A run can't continue without these.
 NEEDED = frozenset({"raylet", "gcs_server"})
 _CLOSE_S = 5.0
 
@@ -133,7 +133,7 @@ class RayDaemons(RayWatch):
         try:
             self._keeper.wait(timeout=_CLOSE_S)
         except subprocess.TimeoutExpired:
-            logger.warning("some of Ray's processes have not ended; process %d goes on ending them", self._keeper.pid)
+            logger.warning("some of Ray's processes have not ended; process %d keeps ending them", self._keeper.pid)
 
 
 def _how_it_ended(name: str, process: subprocess.Popen[bytes]) -> str:

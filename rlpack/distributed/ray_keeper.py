@@ -81,7 +81,7 @@ def _report(driver: int, places: dict[str, str]) -> None:
                 continue
         text = (
             f"Ray ended the driver (process {driver}), because the raylet, which holds the object store, ended during "
-            f"the run; {logs} and the kernel's log may say why (memory that ran out, another program); run the same "
+            f"the run; {logs} and the kernel's log may say why (out of memory, another program); run the same "
             "command with resume=auto to continue"
         )
         os.write(2, os.fsencode(f"rlpack train: {text}\n"))

@@ -1,8 +1,8 @@
 """Watches the Ray that this process uses, so that no wait for Ray outlasts it by more than seconds.
 
 A driver whose GCS or raylet ended, is stopped, or can't be reached waits a minute or for ever in Ray's own code, which
-then ends the process without a message. So a thread monitors both. Waits of the driver ask it and raise; a driver that
-is stuck in Ray's code is ended.
+then ends the process without a message. A thread therefore monitors both. Waits of the driver ask it and raise; a
+driver that is stuck in Ray's code is ended.
 """
 
 import logging

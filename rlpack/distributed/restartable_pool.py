@@ -68,7 +68,7 @@ class RestartablePool(ABC):
 
     Attributes:
         is_restartable: whether the processes are started again after a death or a hang: no role of theirs is trained.
-        num_starts: how often they were started.
+        num_starts: how many times they were started.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class RestartablePool(ABC):
 
         Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
         them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
-        For calls with a deadline of their own it counts from `began`.
+        For calls with their own deadline it counts from `began`.
         """
         pools = {self, *others}
         deadline = (time.monotonic() if began is None else began) + timeout_s

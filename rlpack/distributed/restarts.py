@@ -1,6 +1,6 @@
-"""How often roles are started again, which is limited and counted.
+"""Restarts of roles, which are limited and counted.
 
-A pool without trained roles is a failure domain of its own: if a rank of it dies, or doesn't answer by its deadline,
+A pool without trained roles is a separate failure domain: if a rank of it dies, or doesn't answer by its deadline,
 all ranks of the pool are started again, and the calls that failed are repeated. Roles without state return the same
 rows again, since the seeds of random numbers belong to rows. Invariants (tests/unit/distributed/test_restarts.py):
 

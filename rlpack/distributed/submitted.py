@@ -28,7 +28,7 @@ class SubmittedCall:
         call_id: by which ranks know it.
         calls: its parts on each rank.
         unfinished: the parts that have no known answer yet, by reference.
-        num_starts: how often the ranks had been started as it was.
+        num_starts: how many times the ranks had been started by then.
         actors: those of all ranks as it was started.
         thread: identifier of the thread that submitted it.
         began: `time.monotonic()` as it was started.

@@ -76,7 +76,7 @@ class Ranks(Protocol):
 
     @property
     def num_starts(self) -> int:
-        """Return how often the processes were started: once, and again after each restart."""
+        """Return how many times the processes were started: once, and again after each restart."""
         ...
 
     def after_restart(self, function: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ def compile_layers(model: PackedModel, role: str = "actor", *, backend: str = "i
     if has_experts(model.model):
         raise ModelError(
             f"{type(model.model).__name__} routes tokens to experts, whose numbers of tokens change with every row, so "
-            f"its layers would be compiled again and again; set {role}.compile=false"
+            f"its layers would be recompiled repeatedly; set {role}.compile=false"
         )
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attention))
     compiled: dict[type[nn.Module], type[nn.Module]] = {}

@@ -6,7 +6,7 @@ the outputs (GShard, Lepikhin et al. 2020, arXiv:2006.16668). The router's weigh
 from. Sizes of the exchange depend on the data, so the ranks exchange counts first.
 
 With tensor parallelism, whose ranks have the same tokens, an expert parallel rank's experts are divided further: each
-tensor parallel rank sends the tokens of its own experts only, and the outputs are summands.
+tensor parallel rank sends only the tokens of its own experts, and the outputs are summands.
 
 | expert e of E, with `ep` and `tp` ranks | |
 |---|---|
@@ -109,7 +109,7 @@ class ExpertSplit:
         """Return the first rank's copy of outputs that differ between ranks by rounding; a collective of all ranks.
 
         Experts compute the tokens of several ranks in one product, where a token's place may change its rounding.
-        Ranks that compare such outputs, and then decide whether to go on, have to decide alike.
+        Ranks that compare such outputs, and then decide whether to continue, have to decide alike.
         """
         outputs = outputs.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(outputs, src=0)

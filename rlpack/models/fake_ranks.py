@@ -1,4 +1,4 @@
-"""One rank of many, in this process alone: a process group whose collectives do nothing.
+"""One rank of many, in a single process: a process group whose collectives do nothing.
 
 With tensors that have no values, code for many ranks then allocates on this rank what it allocates in a run.
 """
@@ -22,7 +22,7 @@ _DEADLINE_S = 3600.0
 def call_on_fake_rank(rank: int, num_ranks: int, function: Callable[[], T]) -> T:
     """Return what a function returns on one rank of a process group; nothing is sent, and no other process exists.
 
-    It runs in a thread of its own, because DTensor remembers process groups by thread, beyond their end.
+    It runs in a separate thread, because DTensor remembers process groups by thread, beyond their end.
 
     Args:
         rank: this rank, from 0.

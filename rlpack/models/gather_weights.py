@@ -1,6 +1,6 @@
 """Gather sharded weights: many small ones in one collective, and a large one in pieces.
 
-So ranks wait for each other once, not for each small weight, and a rank that doesn't need a large weight, or needs it
+Ranks then wait for each other once, not for each small weight, and a rank that doesn't need a large weight, or needs it
 in a file or another dtype, never holds it whole.
 
 Invariants: tests/distributed/models/test_gather_weights.py and test_gather_large_weights.py.

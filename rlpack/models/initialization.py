@@ -2,7 +2,7 @@
 
 The model is built on tensors without data (PyTorch's fake tensors), so all of its own code runs, and every operation on
 a tensor is recorded. `values` runs the same operations on real tensors, in the same order and with one stream of random
-numbers. So the values are those of a model built whole, bit for bit, but a tensor has memory only between the operation
+numbers. The values equal those of a model built whole, bit for bit, but a tensor has memory only between the operation
 that overwrites all of it and the last one that uses it: in most families, one weight at a time.
 
 Invariants (tests/unit/models/test_new_model.py):
@@ -85,7 +85,7 @@ class Initialization(TorchDispatchMode):
         arguments = tree_map(self._place_or_value, (args, kwargs or {}))
         leaves = tree_leaves(arguments)
         if any(isinstance(value, torch.Generator) for value in leaves):
-            raise ValueError("its code draws from a random generator of its own")
+            raise ValueError("its code draws from its own random generator")
         read = {value.storage for value in leaves if isinstance(value, Place)}
         outputs = func(*args, **(kwargs or {}))
         places = {

@@ -120,7 +120,7 @@ def _check_prompts(rows: BatchedDataDict, is_kept: Tensor) -> None:
     of_group = f" of group {int(rows['group_ids'][row])}" if "group_ids" in rows else ""
     raise DataError(
         f"row {rows.row_ids[row]}{of_group} shares its prompt with another row of its group, but a token within their "
-        "prompt_lengths differs; give such rows groups of their own, or set batching.share_prompts=false"
+        "prompt_lengths differs; give such rows separate groups, or set batching.share_prompts=false"
     )
 
 

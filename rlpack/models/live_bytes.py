@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         for output in tree_leaves(outputs):
-            # DTensors have no memory of their own; operations on their parts follow.
+            # DTensors themselves have no memory; operations on their parts follow.
             if isinstance(output, Tensor) and not isinstance(output, DTensor):
                 self._add(output.untyped_storage(), None)
         for tensor, use in _of_fsdp(func, args, kwargs, outputs):
@@ -115,7 +115,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *rest: Any) -> Tensor:
-    """Return a tensor with the shape of the product of experts; torch's rule for fake tensors takes bf16 alone."""
+    """Return a tensor with the shape of the product of experts; torch's rule for fake tensors takes only bf16."""
     if left.ndim == 2 and right.ndim == 2:
         assert ends is not None, "groups of a shared axis have ends"
         return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])

@@ -366,7 +366,7 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
 
     def load(implementation: str) -> PreTrainedModel:
         built, report = _load(kind, name, key, options | {"attn_implementation": implementation})
-        # transformers gives weights that the files lack random values, and says so in a log.
+        # transformers initializes weights that the files lack at random, and only logs that.
         if missing := sorted(report["missing_keys"]):
             raise lacking_weights_error(key, name, type(built).__name__, missing)
         return built

@@ -174,7 +174,7 @@ def simulate_forward(
 
 
 def with_forward(update: ModelMemory, forward: ModelMemory) -> ModelMemory:
-    """Return the memory of a trained role whose passes without gradients have microbatches of their own.
+    """Return the memory of a trained role whose passes without gradients have their own microbatches.
 
     While such a pass runs, the gradients of the last step and the optimizer's state are kept.
     """

@@ -1,7 +1,7 @@
 """A new model on the meta device, from which each rank computes only its part of the weights.
 
 All ranks draw the same stream of random numbers, one weight at a time (`rlpack.models.initialization`), and keep their
-parts. So weights depend on the seed alone, whatever the layout.
+parts. Weights therefore depend only on the seed, whatever the layout.
 
 Invariants (tests/unit/models/test_new_model.py, tests/distributed/models/test_sharded_new_model.py):
 

@@ -48,7 +48,7 @@ def build_optimizer(
     Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none.
 
     Args:
-        model: sharded already if it is to be; patterns refer to its weight names.
+        model: already sharded, if at all; patterns refer to its weight names.
         settings: the optimizer section; `set_learning_rate` overrides its `learning_rate` at every step.
         offload: `optimizer` keeps AdamW's moments in host memory; with `parameters` the weights are there, too.
         whole: the model that `model` is a pipeline stage of, whose names patterns have to match; None for itself.

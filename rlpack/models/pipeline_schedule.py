@@ -23,7 +23,7 @@ received. The message before the last one is received at the start of a pass who
 pass that sends the last one, so a limit of one message would do. With V = 1, w(r) = P - r - 1, and the numbers are
 2 k + r and 2 k - r + 2 P - 1.
 
-Forward passes alone run in groups of at most P microbatches: all of a group on virtual stage 0, then all on virtual
+Passes without gradients run in groups of at most P microbatches: all of a group on virtual stage 0, then all on virtual
 stage 1, and so on. A pass waits for one of an earlier virtual stage or, in the same one, of a smaller rank. The
 messages of a channel before the last P belong to earlier virtual stages or microbatches, so no sender waits for its own
 pass.
@@ -97,8 +97,8 @@ def pipeline_turns(microbatches: int, place: PipelinePlace | None) -> Iterator[T
 def forward_turns(microbatches: Iterable[T], place: PipelinePlace | None) -> Iterator[tuple[T, int]]:
     """Yield microbatches and virtual stages in the order of passes without gradients.
 
-    Those of the last virtual stage are in the order of microbatches. A rank that has sent a microbatch goes on with the
-    next one, so without virtual stages this is that order.
+    Those of the last virtual stage are in the order of microbatches. A rank that has sent a microbatch continues with
+    the next one, so without virtual stages this is that order.
 
     >>> from types import SimpleNamespace
     >>> list(forward_turns("abc", SimpleNamespace(rank=0, num_stages=2, num_virtual=2)))

@@ -21,7 +21,7 @@ Each layer adds its gradient where it is computed, by `_AddLoss`, as in Megatron
 checkpointing need no other output of the model.
 
 Replay (as in Zheng et al. 2025, arXiv:2507.18071, "routing replay") fixes the choice to the recorded one; the weights
-are still computed, and differentiated, from the current scores at the recorded experts. So a token's experts in the
+are still computed, and differentiated, from the current scores at the recorded experts. A token's experts in the
 update are those of its old log-prob, although the router's weights have changed.
 
 Letters: L layers with experts, E experts of a layer, k experts of a token, T tokens and R rows of a microbatch, n slots
@@ -58,7 +58,7 @@ class Routing:
 
     Attributes:
         shape: sizes of the routers.
-        row_group: the ranks that share the tokens of a row; None for this rank alone.
+        row_group: the ranks that share the tokens of a row; None for only this rank.
         is_counted: whether this rank's tokens count; of tensor parallel ranks, which have the same ones, the first's.
     """
 
@@ -228,7 +228,7 @@ def in_pass(routing: RoutingPass | None) -> Iterator[None]:
 def same_pass(contexts: Callable[[], _ContextPair] | None = None) -> _ContextPair:
     """Return contexts of a layer's forward pass and of its recomputation, which belongs to the same routing pass.
 
-    The backward pass runs after that of the model, possibly when another microbatch's pass has begun.
+    The backward pass runs after that of the model, possibly after another microbatch's pass has started.
 
     Args:
         contexts: returns further contexts, likewise.

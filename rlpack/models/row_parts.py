@@ -115,7 +115,7 @@ def _chunks(inputs: ModelInputs, split: RowSplit) -> RowPart:
 def _keys(
     chunks: np.ndarray, starts: np.ndarray, gathered: np.ndarray, split: RowSplit, device: torch.device
 ) -> SegmentKeys:
-    """Return the keys of each of this rank's chunks: those of its sequence up to its end.
+    """Return the keys of each of this rank's chunks: those of its sequence up to the chunk's end.
 
     Args:
         chunks: slots of a chunk of each sequence, int64 [S].

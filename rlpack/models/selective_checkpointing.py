@@ -4,7 +4,7 @@ Matrix products, attention and exchanges of tokens between ranks take nearly all
 but their outputs are only a part of its activations. Norms, rotary embeddings, activation functions and residual sums
 are recomputed from them.
 
-Which outputs are kept depends on the operation alone. All ranks therefore keep the same ones, and recompute and
+Which outputs are kept depends only on the operation. All ranks therefore keep the same ones, and recompute and
 communicate in the same order.
 """
 
@@ -55,8 +55,8 @@ def selective_contexts(key: str) -> tuple[Any, Any]:
         key: configuration key that chose selective checkpointing, for the error.
     """
     # FSDP may open more profiler ranges in the recomputation than in the forward pass, which PyTorch 2.13 refuses:
-    # experts are FSDP units of their own inside a layer, and with shared experts, whose backward pass comes first, the
-    # layer is recomputed while theirs has not begun.
+    # experts are separate FSDP units inside a layer, and with shared experts, whose backward pass comes first, the
+    # layer is recomputed before theirs has started.
     ranges = torch.ops.profiler
     SAC_IGNORED_OPS.update((ranges._record_function_enter_new.default, ranges._record_function_exit._RecordFunction))
     policy = _KeptOutputs(key)

@@ -1,6 +1,6 @@
 """Architectures whose outputs and gradients equal transformers' own, as compared by `benchmarks.families`.
 
-`verified.json` says so of one version of transformers, which it names. Under another version nothing is known: models
+`verified.json` lists them for one version of transformers, which it names. For other versions nothing is known: models
 change, and small ones are compared again before a run starts.
 """
 

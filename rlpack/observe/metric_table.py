@@ -244,13 +244,13 @@ METRICS: dict[str, Metric] = {
     "time/restart_s": Metric("s", "Starting ranks again after a fault; the calls that needed them include it."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split; with trainer.lead, while the next step trains."),
     "time/checkpoint_s": Metric(
-        "s", "Time that training waits for checkpoints; with checkpoint.asynchronous, mostly that of copying the state."
+        "s", "Time that training waits for checkpoints; with checkpoint.asynchronous, mostly to copy the state."
     ),
     "throughput/tokens_per_s": Metric(
         "tokens/s", "Real tokens, prompt and response, trained on per second of the step."
     ),
     "faults/restarts/<name>": Metric(
-        "1", "How often the ranks of a role without training were restarted; logged only in steps with a restart."
+        "1", "Number of restarts of the ranks of an untrained role; logged only in steps with a restart."
     ),
     "perf/tflops/<name>": Metric(
         "TFLOP/s",
@@ -356,7 +356,7 @@ def check_names(names: Iterable[str]) -> None:
     for name in unknown_names(names):
         text = (
             f"metric {name!r} is not in rlpack.observe.metric_table.METRICS; add it there, with unit and description, "
-            "or name it recipe/<name> if a recipe of your own records it"
+            "or name it recipe/<name> if your own recipe records it"
         )
         warnings.warn(text, UnknownMetricWarning, stacklevel=3)
 

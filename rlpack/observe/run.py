@@ -71,7 +71,7 @@ class Run:
     Attributes:
         run_dir: directory of the run.
         interrupted: whether the run should stop after the current step.
-        has_begun: whether a step has begun, which an interrupted run completes and saves.
+        has_begun: whether a step has started, which an interrupted run completes and saves.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ Invariants (tests/unit/observe/test_run_lock.py):
 2. A refused process has changed nothing in the directory.
 3. A process that is killed leaves only the file, and the next process takes the directory over.
 
-POSIX locks end when the process closes any descriptor of the file. So the file is opened once, and read through that
-descriptor.
+POSIX locks end when the process closes any descriptor of the file. The file is therefore opened once, and read through
+that descriptor.
 """
 
 import errno
@@ -252,7 +252,7 @@ def _lock(descriptor: int, path: Path, key: str) -> bool:
 def _await_end(path: Path, owner: Owner | None, is_locked: bool, key: str) -> None:
     """Return once the process that left the file is known to be gone.
 
-    The kernel says so about a process on this machine, and the heartbeat about one on another machine.
+    The kernel tells for a process on this machine, and the heartbeat for one on another machine.
 
     Raises:
         RunDirectoryError: it is alive.

@@ -1,4 +1,4 @@
-"""The terminal of the process, which may be closed while a run goes on."""
+"""The terminal of the process, which may be closed during a run."""
 
 import os
 import signal

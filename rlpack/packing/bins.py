@@ -87,7 +87,7 @@ def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tup
 
 
 def _bin_per_rank(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
-    """Divide the items among the ranks, equally many for each; each forms bins of its own."""
+    """Divide the items among the ranks, equally many for each; each forms its own bins."""
     batching, ranks = request.batching, request.dp_size
     parts = _equal_parts(request, items)
     packed = [_pack_all(request, items.select(part), oversized[part]) for part in parts]

@@ -122,7 +122,7 @@ def _lpt_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins: 
 def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[np.ndarray]:
     """Yield labels of runs of items of similar width.
 
-    The runs with the fewest slots come first. Tighter budgets give more even runs; these follow if they take hardly
+    The runs with the fewest slots come first. Tighter budgets give more even runs; these follow if they take hardly any
     more slots.
     """
     order = decreasing(items.longest_slots)

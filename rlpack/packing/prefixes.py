@@ -1,7 +1,7 @@
 """Prompts that several rows of a microbatch have in common, and that it computes once.
 
-Causal attention gives the tokens of a prompt the same hidden states in every row that begins with it. So the first row
-of a group in a microbatch, the owner, holds the prompt; the other rows have slots for their remaining tokens alone,
+Causal attention gives the tokens of a prompt the same hidden states in every row that begins with it. The first row
+of a group in a microbatch, the owner, holds the prompt; the other rows have slots only for their remaining tokens,
 which attend to the owner's. Outputs and gradients are those of whole rows, up to rounding.
 
 Invariants:

@@ -1,6 +1,6 @@
 """Rebalancing: exchange items between bins until the bins of each index cost about the same.
 
-Sharded data parallelism waits at every microbatch index for the costliest bin. So each bin has a goal: the mean of its
+Sharded data parallelism waits at every microbatch index for the costliest bin. Each bin has a goal: the mean of its
 index, or the costliest item there if that is higher. A sweep visits the bins by decreasing excess over their goals, and
 each makes one exchange with one of the bins furthest below theirs:
 

@@ -16,7 +16,7 @@ class AnswerReader:
 
     Attributes:
         description: completes "majority vote by …".
-        read: maps a response to its answer, None if it has none. Call it for responses with a reward alone: the reward
+        read: maps a response to its answer, None if it has none. Call it only for responses with a reward: the reward
             function has read these within its deadline, which bounds the time here.
         is_extracted: whether the answer is what a reward function reads, and not the exact text.
     """

@@ -3,7 +3,7 @@
 Invariants (tests/unit/rollout/test_assemble.py):
 
 1. `input_ids` of a row are its segments end to end, nothing added or left out;
-2. `response_mask` is true on sampled tokens alone, because they were sampled and never because of their values;
+2. `response_mask` is true only on sampled tokens, because they were sampled and never because of their values;
 3. `rollout_logprobs` and `policy_version` belong to the same tokens as the mask, and are 0 and -1 elsewhere.
 """
 

@@ -72,7 +72,7 @@ class BucketReceiver:
             self._fail(f"{header} {problem}")
         if (found := digest(bucket.arrays)) != header.digest:
             sent = header.digest.hex()
-            self._fail(f"{header} was damaged on its way: its digest is {found.hex()}, and {sent} was sent")
+            self._fail(f"{header} was corrupted in transit: its digest is {found.hex()}, but {sent} was sent")
         self._version, self._arrived = version, header.index + 1
         self._unusable = f"{header} has arrived, and the update is not published"
         return unpack_bucket(bucket)

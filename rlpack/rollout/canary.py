@@ -1,6 +1,6 @@
 """The canary: after every load an engine scores a fixed prompt, and so does the trainer.
 
-If a weight was lost, mixed up or rounded on its way, the log-probs differ, and the run stops before a token is sampled
+If a weight was lost, mixed up or rounded on the way, the log-probs differ, and the run stops before a token is sampled
 with it. The prompt is random tokens, so that every layer contributes. The cost is one forward pass of 24 tokens on each
 side.
 
@@ -24,10 +24,10 @@ the spread grows from 0.17 to 2.2 nats:
 | bf16, `hf` | 4e-3 to 1.9e-2 | 1e-2 to 0.23 | 0.05 and 0.5 |
 
 The largest in bf16 is a token that a router sent to another expert. In fp32 log-probs that are all alike have room for
-their own rounding: 1.2e-6 nats in the mean, 1.2e-5 for one token.
+their own rounding: 1.2e-6 nats on average, 1.2e-5 for one token.
 
 Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initializer range 0.02 to 0.2), trainer in
-bf16 and engine in fp32: correct weights differ by at most 0.9 nats in one token, 0.27 nats in the mean, and 0.11 of the
+bf16 and engine in fp32: correct weights differ by at most 0.9 nats in one token, 0.27 nats on average, and 0.11 of the
 standard deviation; with 64 tokens on other models these were 1.5, 0.28 and 0.16.
 
 | fault in the engine's weights | found by the largest difference | by either bound |
@@ -50,7 +50,7 @@ projection is reliably found by these.
 In fp32 a change of 1 % of one parameter of one layer is found by the bounds of the first publication, whatever the
 parameter, in new models with the usual initializer range of 0.02 and in trained ones of all five families
 (tests/unit/rollout/test_canary_sensitivity.py; with vLLM, tests/vllm/test_families.py). The change that shows least in
-new models is that of the queries and keys of the last layer, 1.6e-5 nats in the mean, which is 80 to 160 times the
+new models is that of the queries and keys of the last layer, 1.6e-5 nats on average, which is 80 to 160 times the
 rounding, or of a router, 30 times. More tokens would not help: with 96 tokens in one row or in four the ratios are the
 same. What log-probs can't show, in theory or in fp32:
 
@@ -59,9 +59,9 @@ same. What log-probs can't show, in theory or in fp32:
   tenth of the rounding, and 1e-6 for values and outputs. A change of single entries is seen;
 - a bias that is near 0, of which 1 % is nothing: after 30 steps, 3e-6 nats for the biases of queries and keys in Qwen2,
   against 5e-6 that may pass;
-- queries and keys where attention hardly matters: below a hidden size of 64 with a range of 0.02 (the effect grows with
-  its square), and in a model that has collapsed to one distribution for all contexts (5e-7 nats after 30 steps on a
-  quarter of the vocabulary).
+- queries and keys where attention has little effect: below a hidden size of 64 with a range of 0.02 (the effect grows
+  with its square), and in a model that has collapsed to one distribution for all contexts (5e-7 nats after 30 steps on
+  a quarter of the vocabulary).
 
 The digests of buckets find such changes if they happen on the way (`rlpack.rollout.bucket_receiver`).
 """

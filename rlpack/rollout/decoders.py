@@ -153,7 +153,7 @@ class EqualLengthDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each row; see `Decoder`."""
-        # Dropped rows go on with padding, which changes no other row.
+        # Dropped rows continue with padding, which changes no other row.
         column = torch.full((self._size, 1), self._pad_token_id, dtype=torch.int64, device=tokens.device)
         column[self._rows, 0] = tokens
         return self._forward(column)[self._rows]

@@ -9,7 +9,7 @@
 | `RecomputingDecoder` | prompts of any lengths | the whole row |
 
 Recurrent layers would read padding on the left as tokens, and some models ignore a mask or positions. Such a model
-samples from another distribution than the one that is trained, without an error. So each decoder is tried against
+samples from another distribution than the one that is trained, without an error. Each decoder is tried against
 whole rows without a cache.
 """
 

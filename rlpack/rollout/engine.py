@@ -69,7 +69,7 @@ class Engine(Protocol):
         Args:
             prompts: token ids, int64, B rows of at least one token.
             params: how tokens are sampled.
-            seeds: uint64 or int64 [B]; the random numbers of a row depend on its seed alone, not on other rows.
+            seeds: uint64 or int64 [B]; the random numbers of a row depend only on its seed, not on other rows.
         """
         ...
 
@@ -112,7 +112,7 @@ class FinishedRow(NamedTuple):
     """A row that an engine has answered, or can't answer.
 
     Attributes:
-        key: of the row, as it was begun.
+        key: the row's key when it was started.
         response: what the engine returned, for `StreamingEngine.to_generations`; None if it failed.
         failure: why there is no response; "" if there is one.
     """

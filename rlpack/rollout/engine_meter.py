@@ -43,7 +43,7 @@ class EngineMeter:
         self._clear(None)
 
     def begin(self) -> None:
-        """Start to measure, if the engine was idle: a request is on its way."""
+        """Start to measure, if the engine was idle: a request was sent."""
         with self._lock:
             if self._began is None:
                 self._began = self._last = self._clock()

@@ -2,10 +2,10 @@
 
 Invariants (tests/unit/rollout/test_in_flight.py):
 
-1. every row that was begun is returned once, answered or failed, unless its generation was abandoned; none is begun a
+1. every started row is returned once, answered or failed, unless its generation was abandoned; none is begun a
    second time here, so that the driver counts all repetitions;
 2. rows that ended are returned as soon as the last one of a group has, one has failed, or `enough` of them have;
-3. generations may run at the same time; each is returned its own rows, and abandoning one leaves the others alone.
+3. generations may run at the same time; each is returned its own rows, and abandoning one doesn't affect the others.
 """
 
 import time
@@ -29,7 +29,7 @@ class EndedRows(NamedTuple):
     """Rows that ended.
 
     Attributes:
-        rows: `input_ids` (the prompts), `group_ids` and `uid`, with the ids that they were begun with.
+        rows: `input_ids` (the prompts), `group_ids` and `uid`, with the ids that they were started with.
         params: how their tokens were sampled.
         responses: what the engine returned for each row; None if it failed.
         failures: why a row has no response; "" if it has one.
@@ -45,7 +45,7 @@ class EndedRows(NamedTuple):
 
 @dataclass(eq=False)
 class _Begun:
-    """Rows that were begun by one call.
+    """Rows that were started by one call.
 
     Attributes:
         generation: its number.
@@ -61,7 +61,7 @@ class _Begun:
 
 
 class _Row(NamedTuple):
-    """A row: its place among those that were begun with it, and its group."""
+    """A row: its place among those that were started with it, and its group."""
 
     begun: _Begun
     place: int
@@ -168,7 +168,7 @@ class RowsInFlight:
 
 def _columns(ended: Sequence[_Ended]) -> EndedRows:
     """Return rows of one generation as columns."""
-    order = sorted(ended, key=lambda one: one.answer.key)  # rows that were begun together are adjacent
+    order = sorted(ended, key=lambda one: one.answer.key)  # rows that were started together are adjacent
     places: dict[_Begun, list[int]] = {}
     for one in order:
         places.setdefault(one.row.begun, []).append(one.row.place)

@@ -1,7 +1,7 @@
 """Which responses of a streaming engine can be trained on, judged row by row.
 
 A response with a log-prob that is missing, NaN or positive, an id outside the vocabulary, an impossible policy version
-or another end than a stop token or the limit is a failure of its row alone, and never ends a call: the driver has the
+or another end than a stop token or the limit is a failure of only its row, and never ends a call: the driver has the
 row generated again (`rlpack.recipes.driver.router`).
 """
 

@@ -106,7 +106,7 @@ def hub_datasets(config: Config) -> Iterator[Repository]:
     """Yield the datasets that a run loads from the Hub."""
     named = {config.data.source, config.data.validation_source or config.data.source}
     for source in {*named, *evaluation_sets.sources(config).values()} - {"arithmetic"}:
-        with suppress(DataError, OSError):  # no path: `check_datasets` says so
+        with suppress(DataError, OSError):  # no path: `check_datasets` reports it
             if local_path(source) is None:
                 yield Repository("dataset", source)
 

@@ -54,7 +54,7 @@ def find_served_model(given: str) -> ServedModel:
             f"it has exported its {MODEL} folder"
         )
     if (model / _ADAPTER).is_file() and not (model / "config.json").is_file():
-        raise ModelError(f"{given!r} has adapters alone; give a folder with the whole model, such as a run's export")
+        raise ModelError(f"{given!r} has only adapters; give a folder with the whole model, such as a run's export")
     for problem in weight_problems(model):
         raise ModelError(f"{str(model)!r} can't be served: {problem}; copy or download the folder again")
     return ServedModel(resolved.name, str(model), model)

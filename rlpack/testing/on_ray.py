@@ -137,7 +137,7 @@ def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDat
             return
         problem = f"rank {victim} was killed, and after {time.monotonic() - begin:.0f} s the call ended by: {error}"
         raise ContractError("death", problem, remedy) from error
-    raise ContractError("death", f"rank {victim} of {role.name} was killed, and the next call went on", remedy)
+    raise ContractError("death", f"rank {victim} of {role.name} was killed, but the next call continued", remedy)
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def test_a_bit_that_flips_after_a_bucket_was_packed_ends_the_ranks(groups: Group
     group = groups["damaged"]
     group.run(Echo.harm_bucket, 2, "bit flip")
     cause = refusal(group, WeightChannel(group, group), "load_bucket")
-    assert cause.startswith("EngineError: role echo: bucket 3 of 5 of policy version 1 was damaged on its way")
+    assert cause.startswith("EngineError: role echo: bucket 3 of 5 of policy version 1 was corrupted in transit")
 
 
 def test_a_bucket_that_misses_the_deadline_ends_the_ranks(groups: Groups, monkeypatch: pytest.MonkeyPatch):

@@ -83,7 +83,7 @@ def test_a_bit_that_flips_in_the_gpus_memory_is_named(reader: Connection):
     note = buffers.write({"w": torch.arange(1024)}, 2)
     buffers._slots[0].buffers[0][4096] ^= 1
     torch.cuda.synchronize()
-    assert "bucket 2 of the weights was changed on its way" in ask(reader, asdict(note))
+    assert "bucket 2 of the weights was corrupted in transit" in ask(reader, asdict(note))
     assert ask(reader, None) == "closed"
     buffers.end_update()
 

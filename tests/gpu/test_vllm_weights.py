@@ -79,7 +79,7 @@ def test_a_bucket_that_changes_on_its_way_is_named_and_the_next_update_arrives(e
     engine.check_weights(stream.layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceBuffers, "write", damaging)
-        with pytest.raises(BucketError, match=r"bucket 1 .* was changed on its way"):
+        with pytest.raises(BucketError, match=r"bucket 1 .* was corrupted in transit"):
             update()
     send(engine, built)
     assert gap(engine, built) <= CLOSE

@@ -186,7 +186,7 @@ WORDS = {
     "duplicate": r"bucket {at} of the weights arrived where bucket \d+ was expected",  # the next may come first
     "reorder": "bucket {next} of the weights arrived where bucket {at} was expected",
     "truncate": r"bucket {at} of the weights has \d+ bytes in \S+, not \d+",
-    "bit flip": "bucket {at} of the weights was changed on its way: its digest is",
+    "bit flip": "bucket {at} of the weights was corrupted in transit: its digest is",
 }
 MISSING = "policy version 2 was not loaded: .*{at} of {count} buckets of weights have arrived"
 

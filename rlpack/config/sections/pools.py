@@ -15,6 +15,6 @@ class Pool(Section):
     )
     gpus_per_rank: NonNegative = Field(
         default=0.0,
-        description="GPUs that a rank claims: 0 or 1; in a pool of the role rollout alone, with rollout.engine=vllm, "
+        description="GPUs that a rank claims: 0 or 1; in a pool with no role but rollout, with rollout.engine=vllm, "
         "any number, over which vLLM splits the model (tensor parallelism).",
     )

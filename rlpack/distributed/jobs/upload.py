@@ -1,6 +1,6 @@
 """The upload of a working directory, checked before it is packed, because Ray rejects it only afterwards.
 
-Ray puts the folder that it unpacks first on the import path of every process of a job, its own included. So the user's
+Ray puts the folder that it unpacks first on the import path of every process of a job, its own included. The user's
 files go into a folder inside of it (`JOB_FILES`), which the job's driver and ranks append to their import path.
 """
 

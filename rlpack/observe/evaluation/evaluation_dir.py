@@ -2,7 +2,7 @@
 
 <output_dir>/evaluation.json   arguments by key, and hashes of the prompts and the model
 <output_dir>/samples.jsonl     one response per line
-<output_dir>/engines.json      how often engines failed; only if one did
+<output_dir>/engines.json      number of engine failures; only if there were any
 <output_dir>/samples.html      the responses, for reading
 <output_dir>/results.json      statistics
 """
@@ -44,7 +44,7 @@ _HARMLESS = {LOCK, LOG, EXPORTED}
 
 @dataclass(frozen=True)
 class EngineFailures:
-    """How often engines failed in an evaluation.
+    """Counts of engine failures in an evaluation.
 
     Attributes:
         repeated_rows: responses that were generated again.

@@ -148,7 +148,7 @@ def _highest(stock: _Stock, at: int, forget: bool) -> int:
 
 @compiled
 def _times(stock: _Stock, pattern: np.ndarray) -> int:
-    """Return how often the remaining rows allow a pattern of sizes."""
+    """Return how many times the remaining rows allow a pattern of sizes."""
     times = stock.left[pattern[0] - 1]
     for at in range(pattern.size):
         needed = 0

@@ -1,4 +1,4 @@
-"""The guarantees of every plan, checked from the request and the finished plan alone.
+"""The guarantees of every plan, checked from only the request and the finished plan.
 
 1. Every row is planned once, or dropped if `overlong` is "drop". An optimizer step holds the same rows as with plain
    batching: `mini_batch_size` rows in arrival order.

@@ -59,7 +59,7 @@ class Setup(NamedTuple):
     """How a run uses its ranks.
 
     Attributes:
-        lead: steps by which a batch may be begun ahead; with 0, all ranks generate, and then all train.
+        lead: steps by which a batch may be started ahead; with 0, all ranks generate, and then all train.
         publish: when weights reach engines.
         engine_ranks: ranks that generate; each has one engine.
         train_ranks: ranks that train.

@@ -1,4 +1,4 @@
-"""A batch on its way through the pool: the queue of calls, and the results so far. No processes are involved here."""
+"""A batch in the pool: the queue of calls, and the results so far. No processes are involved here."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ class _Level:
 def remove_tree(folder: Path) -> None:
     """Delete a directory and everything in it; leave what can't be deleted.
 
-    It walks down and up through descriptors of directories, one at a time. So no path gets too long for the kernel,
+    It walks down and up through descriptors of directories, one at a time. No path gets too long for the kernel,
     and neither recursion nor open descriptors grow with the depth, as they do in `shutil.rmtree`.
     """
     try:

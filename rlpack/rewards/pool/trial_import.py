@@ -1,7 +1,7 @@
 """Import reward functions in a confined process before a run starts, and return how they are called.
 
-A module's top level is user code like the function itself: it may read credentials, end its process, or hang. So it
-never runs in the driver. Only text comes back, and it is checked.
+A module's top level is user code like the function itself: it may read credentials, end its process, or hang. It
+therefore never runs in the driver. Only text comes back, and it is checked.
 """
 
 import os

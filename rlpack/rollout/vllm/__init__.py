@@ -16,6 +16,6 @@
   server, for `rlpack serve`; the last two run in its process.
 - `vllm_engine`: the engine, which implements `rlpack.rollout.engine.Engine`.
 
-A rank holds vLLM's front end; the model runs in a separate process (EngineCore), with its own process group. So an
+A rank holds vLLM's front end; the model runs in a separate process (EngineCore), with its own process group. An
 engine can share a rank with roles that train.
 """

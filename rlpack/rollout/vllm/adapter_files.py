@@ -39,7 +39,7 @@ def check_adapter(folder: Path, expected: str) -> None:
     except OSError as error:
         raise EngineError(f"the adapter can't be read from {folder}: {error}") from None
     if (found := _digest(files)) != expected:
-        raise EngineError(f"the adapter in {folder} was changed on its way: its digest is {found}, not {expected}")
+        raise EngineError(f"the adapter in {folder} was corrupted in transit: its digest is {found}, not {expected}")
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

@@ -51,7 +51,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 
 
 # Arguments for results that rlpack doesn't read, and why. vLLM 0.32 returns the experts that it chose through its Model
-# Runner V2 alone, which needs a Triton with a backend for the device; the released ones have none for CPUs.
+# Runner V2, which needs a Triton with a backend for the device; the released ones have none for CPUs.
 UNREAD_ARGUMENTS: Mapping[str, str] = dict.fromkeys(
     ("enable_return_routed_experts", "aux_output_config"),
     "vLLM would return the experts that it chose, which rlpack doesn't read; remove it, and set "

@@ -119,7 +119,7 @@ class DeviceBuffers:
         total = sum(_sum_of_words(write_bytes(weights[name], first, offset)) for name, offset in places.items())
         for other in others:
             other[:num_bytes].copy_(first[:num_bytes])
-        for device in self._devices:  # the reader has streams of its own
+        for device in self._devices:  # the reader has its own streams
             self._sharing.synchronize(device)
         return describe(weights, places, index=index, digest=_as_text(total), handles=slot.handles)
 

@@ -43,7 +43,7 @@ class EventLoop:
 
         Args:
             coroutine: what to run.
-            deadline: how long it may take from now, and the key that says so.
+            deadline: how long it may take from now, and the key that sets it.
             what: what it does, for the error.
 
         Raises:

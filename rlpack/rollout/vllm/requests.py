@@ -112,7 +112,7 @@ def to_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
         "max_tokens": params.max_new_tokens,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "flat_logprobs": True,
         "detokenize": False,
     }
@@ -155,7 +155,7 @@ def _finish_reason(of_row: str, output: Any, params: SamplingParams) -> FinishRe
             f"vLLM ended the response{of_row} after {len(tokens)} tokens, and {params.max_new_tokens} were asked for"
         )
     if stops := [token for token in tokens[:-1] if token in params.stop_token_ids]:
-        raise EngineError(f"vLLM's response{of_row} went on after the stop token {stops[0]}")
+        raise EngineError(f"vLLM's response{of_row} continued after the stop token {stops[0]}")
     if tokens[-1] in params.stop_token_ids:
         return "stop"
     if len(tokens) < params.max_new_tokens:

@@ -1,6 +1,6 @@
 """ASGI middleware: the token of `rlpack serve` on every path of vLLM's server.
 
-vLLM's own check covers paths such as `/v1` alone; `/invocations` and `/generative_scoring`, among others, would run the
+vLLM's own check covers only paths such as `/v1`; `/invocations` and `/generative_scoring`, among others, would run the
 model for anyone. It runs in vLLM's process, which imports it by name (`--middleware`).
 """
 

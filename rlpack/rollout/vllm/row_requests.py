@@ -8,7 +8,7 @@
 
 Invariants (tests/vllm/test_interruption.py):
 
-1. every row that was begun is answered once, or fails once, unless it was cancelled;
+1. every started row is answered once, or fails once, unless it was cancelled;
 2. between `interrupt` and `resume` vLLM runs no request of a row;
 3. a token keeps the log-prob and the policy version that it was sampled with.
 """
@@ -66,7 +66,7 @@ class RowRequests:
             explain: returns the cause of an error that vLLM raised.
 
         Attributes:
-            keeps_cache: whether interrupted rows go on with the keys and values that older weights computed.
+            keeps_cache: whether interrupted rows continue with the keys and values that older weights computed.
         """
         self.keeps_cache = False
         self._front_end, self._ask, self._explain = front_end, ask, explain
@@ -125,7 +125,7 @@ class RowRequests:
             if loop.time() >= deadline:
                 text = f"vLLM did not end {self._num_asking} interrupted requests within {_CONTROL_S / 2:g} s"
                 raise EngineError(text)
-            # Again for a request that was on its way to vLLM, which aborts only those that it has.
+            # Again for a request that was still in transit: vLLM aborts only those that it has.
             await self._front_end.pause_generation(mode="abort", clear_cache=False)
             await self._front_end.resume_generation()
             await self._wait_for_ends(loop.time() + _ABORT_S)

@@ -67,7 +67,7 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's arguments, with the entries of our own in those that are mappings."""
+    """Return a user's arguments, with rlpack's entries merged into those that are mappings."""
     parts = {name: value for name, value in own.items() if isinstance(value, Mapping)}
     return {
         name: {**parts[name], **value} if name in parts and isinstance(value, Mapping) else value

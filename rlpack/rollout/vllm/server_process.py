@@ -128,7 +128,7 @@ def started_server(arguments: Sequence[str], environment: Mapping[str, str], log
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
     server = ServerProcess(process, log)
     try:

@@ -114,7 +114,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         """Load one bucket, or check that all have arrived; vLLM ends the update if this raises.
 
         Raises:
-            EngineError: the bucket is not the next one, or was changed on its way; or a bucket or a weight is missing.
+            EngineError: the bucket is not the next one or was corrupted in transit; or a bucket or a weight is missing.
         """
         if update_info.count:
             if update_info.count != self._next_index:

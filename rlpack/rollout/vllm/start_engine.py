@@ -59,7 +59,7 @@ def start_engine(
     Args:
         arguments: the engine arguments.
         loop: where the front end's coroutines will run.
-        deadline: of the start; vLLM's own, which is longer, is for its process alone.
+        deadline: of the start; vLLM's own, which is longer, covers only its process.
         on_gpu: whether it runs on a GPU.
         deterministic: whether rounding must not depend on which rows run together.
 

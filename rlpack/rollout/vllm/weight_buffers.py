@@ -250,7 +250,7 @@ def checked_views(memory: Tensor, note: BucketNote, digest: str) -> dict[str, Te
         EngineError: the digest of its memory is not the announced one.
     """
     if digest != note.digest:
-        text = f"bucket {note.index} of the weights was changed on its way: its digest is {digest}"
+        text = f"bucket {note.index} of the weights was corrupted in transit: its digest is {digest}"
         raise EngineError(f"{text}, not {note.digest}")
     rows = zip(note.names, note.dtypes, note.shapes, note.offsets, strict=True)
     return {name: _tensor(memory, dtype, shape, offset) for name, dtype, shape, offset in rows}

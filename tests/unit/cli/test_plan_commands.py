@@ -78,7 +78,7 @@ def test_a_simulation_states_what_it_assumes(capsys: pytest.CaptureFixture[str],
     assert first == (
         "assuming hidden size 1,024, 7 layers, 31.5 TFLOPS a device, 10 ms overhead a microbatch, 0 GB fixed memory"
     )
-    assert second.startswith("note: memory is that of activations alone")
+    assert second.startswith("note: memory counts only activations")
     first, second = run(capsys, "simulate", "zipf", *options, "--fixed-gb", "9.5")[1].splitlines()[:2]
     assert first.endswith("9.5 GB fixed memory")
     assert not second.startswith("note")

@@ -89,7 +89,7 @@ def test_rates_of_a_run_in_flight_leave_out_waits_of_training_and_of_responses(
     said = capsys.readouterr().out
     # 160 tokens in 5.5 - 3.0 - 0.5 s on 2 ranks, and 4 responses of 20 tokens in a second.
     assert "4 a step; 4 at once in an engine, 50 ms a token; training 40 tokens/s a rank; publication 0.5 s" in said
-    assert "responses of 30 tokens in the mean" in said
+    assert "responses of 30 tokens on average" in said
     assert f"bound {2 + window - 1}\n" in said
     assert ("trainer.late_groups.window=2 of the run is not simulated, but adds 1 to the bound" in said) == (window > 1)
 
@@ -121,7 +121,7 @@ def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps))
     assert simulate(str(tmp_path), "--ranks", "2", "--publish-s", "0") == 0
     said = capsys.readouterr().out.splitlines()[0]
-    assert "responses of 30 tokens in the mean, 40 at most; 2 a step; 2 at once in an engine, 50 ms a token" in said
+    assert "responses of 30 tokens on average, 40 at most; 2 a step; 2 at once in an engine, 50 ms a token" in said
     assert "training 20 tokens/s a rank; publication 0 s" in said  # 80 tokens in 2 s on 2 ranks; the option wins
 
 
@@ -145,7 +145,7 @@ def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its
     (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps))
     assert simulate(str(tmp_path), "--ranks", "2") == 0
     said = capsys.readouterr().out.splitlines()[0]
-    assert "responses of 53 tokens in the mean, 80 at most; 4 a step; 2 at once in an engine" in said
+    assert "responses of 53 tokens on average, 80 at most; 4 a step; 2 at once in an engine" in said
     # 240 tokens in 1.8 s. Two slots take 80 to 160 tokens' time, so a token takes 20 to 40 ms instead of 3.2 s / 80.
     assert "training 133 tokens/s a rank" in said
     assert 20 < float(re.search(r"([\d.]+) ms a token", said)[1]) < 40
@@ -171,4 +171,4 @@ def test_wrong_options_are_one_error(words: tuple[str, ...], code: int, said: st
 def test_lengths_of_a_file_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     np.save(tmp_path / "lengths.npy", np.array([7, 9]))
     assert simulate(str(tmp_path / "lengths.npy"), "--ranks", "2") == 0
-    assert "responses of 8 tokens in the mean, 9 at most" in capsys.readouterr().out
+    assert "responses of 8 tokens on average, 9 at most" in capsys.readouterr().out

@@ -225,7 +225,7 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "main.gpus_per_rank is 1.5; it has to be 0 or 1"),
         (
             {"rollout": {"engine": "vllm"}, "placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}},
-            "Only a pool of the role rollout alone, with rollout.engine=vllm, may have several, which share the model",
+            "Only a pool with no role but rollout, with rollout.engine=vllm, may have several, which share the model",
         ),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 0.5}}}}, "main.gpus_per_rank is 0.5; it has to be 0 or 1"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}}, "main.gpus_per_rank is 2.0; it has to be 0 or 1"),

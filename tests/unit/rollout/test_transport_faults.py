@@ -22,9 +22,9 @@ WORDS = {
     "drop": r"came where bucket \d+ was due, which was dropped|has not arrived: it was dropped",
     "delay": r"came where bucket \d+ was due, which was dropped, is late|has not arrived: .* is late",
     "duplicate": "came again",
-    "truncate": "was damaged on its way: its digest is",
+    "truncate": "was corrupted in transit: its digest is",
     "reorder": r"came where bucket \d+ was due, which .* out of order",
-    "bit flip": "was damaged on its way: its digest is",
+    "bit flip": "was corrupted in transit: its digest is",
 }
 
 

@@ -66,7 +66,7 @@ def test_a_missing_folder_is_refused_with_the_nearest(tmp_path):
 def test_adapters_alone_empty_folders_and_cut_weights_are_refused(tmp_path):
     assert "holds neither a model (config.json) nor a run (config.yaml); give a model's folder" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "has adapters alone" in refusal(tmp_path)
+    assert "has only adapters" in refusal(tmp_path)
     weights = make_model(tmp_path) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     assert "damaged or truncated" in refusal(tmp_path)

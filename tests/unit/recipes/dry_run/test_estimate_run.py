@@ -107,7 +107,7 @@ def test_what_does_not_fit_names_keys_that_help(capsys: pytest.CaptureFixture[st
     assert not main(large, 2.2, print)
     shown = capsys.readouterr().out
     assert re.search(r"it does not fit: pool main needs [\d.]+ GB of each GPU, which has 2.2 GB", shown)
-    assert "each of these alone makes it fit:" in shown
+    assert "each of these changes makes it fit:" in shown
     assert re.search(r"^  actor.gradient_checkpointing=full  \([\d.]+ GB of a GPU\)$", shown, re.MULTILINE)
     assert "batching.max_tokens=4096" in shown
 
@@ -121,7 +121,7 @@ def test_if_no_change_is_enough_the_best_ones_are_named():
     assert verdict(run(5 * 10**9)) == "it does not fit: pool main needs 6 GB of each GPU, which has 2 GB"
     changes = [("actor.precision=bf16", run(4 * 10**9)), ("a.b=1", run(3 * 10**9))]
     assert list(change_lines(run(5 * 10**9), changes)) == [
-        "none of these alone makes it fit:",
+        "none of these changes makes it fit by itself:",
         "  a.b=1  (4 GB of a GPU)",
         "  actor.precision=bf16  (5 GB of a GPU)",
     ]

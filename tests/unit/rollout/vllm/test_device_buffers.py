@@ -142,7 +142,7 @@ def test_a_damaged_buffer_is_refused_and_its_bucket_named(damage: Callable[[Ipc]
     note = writer.write(some_weights(), 2)
     damage(ipc)
     with pytest.raises(
-        EngineError, match=r"^bucket 2 of the weights was changed on its way: its digest is \w+, not \w+$"
+        EngineError, match=r"^bucket 2 of the weights was corrupted in transit: its digest is \w+, not \w+$"
     ):
         reader.read(note, 2)
 
@@ -150,7 +150,7 @@ def test_a_damaged_buffer_is_refused_and_its_bucket_named(damage: Callable[[Ipc]
 def test_the_other_buffers_bucket_of_the_same_size_is_refused():
     writer, reader = pair(Ipc())
     first, second = writer.write({"w": torch.zeros(8)}, 0), writer.write({"w": torch.ones(8)}, 1)
-    with pytest.raises(EngineError, match="bucket 1 of the weights was changed on its way"):
+    with pytest.raises(EngineError, match="bucket 1 of the weights was corrupted in transit"):
         reader.read(replace(second, handles=first.handles), 1)
 
 

@@ -111,7 +111,7 @@ FAULTS = {
         "ended the response of row 1 after 2 of 3 tokens, without a stop token",
     ),
     "a token too many": (completion([2, 3, 4, 5]), "row 1 after 4 tokens, and 3 were asked for"),
-    "a stop token in the middle": (completion([2, 9, 4]), "row 1 went on after the stop token 9"),
+    "a stop token in the middle": (completion([2, 9, 4]), "row 1 continued after the stop token 9"),
     "no versions": (completion([2, 3, 4], weight_versions=None), "no policy version for token 0 of row 1"),
     "a token without a version": (
         completion([2, 3, 4], weight_versions=[span(0, 2, "4")]),

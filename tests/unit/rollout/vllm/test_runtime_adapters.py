@@ -131,5 +131,5 @@ def test_files_that_are_not_as_they_were_made_are_refused(tmp_path: Path, name: 
     else:
         flipped = data[:-1] + bytes([data[-1] ^ 1])
         path.write_bytes({"cut": data[:-1], "bit flip": flipped, "older": (folders[0] / name).read_bytes()}[fault])
-    with pytest.raises(EngineError, match=r"can't be read from .*No such file|was changed on its way: its digest is"):
+    with pytest.raises(EngineError, match=r"can't be read from .*No such file|was corrupted in transit: its digest is"):
         check_adapter(folders[1], digest)

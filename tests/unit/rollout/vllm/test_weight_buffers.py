@@ -149,10 +149,10 @@ def flip(position: int) -> Callable[[Path], None]:
     [
         pytest.param(cut, r"has 191 bytes in \S+, not 192", id="cut"),
         pytest.param(lambda path: os.truncate(path, 0), r"has 0 bytes in \S+, not 192", id="emptied"),
-        pytest.param(flip(0), "changed on its way: its digest is", id="the first bit"),
-        pytest.param(flip(66), "changed on its way: its digest is", id="a bit in the middle"),
-        pytest.param(flip(50), "changed on its way: its digest is", id="a bit between two tensors"),
-        pytest.param(flip(-1), "changed on its way: its digest is", id="the last bit"),
+        pytest.param(flip(0), "corrupted in transit: its digest is", id="the first bit"),
+        pytest.param(flip(66), "corrupted in transit: its digest is", id="a bit in the middle"),
+        pytest.param(flip(50), "corrupted in transit: its digest is", id="a bit between two tensors"),
+        pytest.param(flip(-1), "corrupted in transit: its digest is", id="the last bit"),
     ],
 )
 @pytest.mark.parametrize("is_known", [False, True], ids=["the first bucket", "a later bucket"])
@@ -177,7 +177,7 @@ def test_a_buffer_whose_rank_has_given_it_up_is_refused(buffers: WeightBuffers):
 
 def test_the_other_buffers_bucket_of_the_same_size_is_refused(buffers: WeightBuffers):
     first, second = buffers.write({"w": torch.zeros(8)}, 0), buffers.write({"w": torch.ones(8)}, 1)
-    with pytest.raises(EngineError, match="bucket 1 of the weights was changed on its way"):
+    with pytest.raises(EngineError, match="bucket 1 of the weights was corrupted in transit"):
         BucketReader().read(replace(second, path=first.path), 1)
 
 
