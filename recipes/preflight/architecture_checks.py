@@ -37,7 +37,6 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.router_choice import check_routers
-from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from rlpack.rollout.vllm.arguments import (
@@ -136,8 +135,8 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
 
     Raises:
         ModelError: the engine doesn't support the size of the heads, or the model has none; the GPUs of a rank don't
-            divide it; it has experts, whose kernels for adapters run only on GPUs; rows, or those that every engine
-            has to take, can be longer than its positions; or `rollout.kv_cache_gb` is too small for its rows.
+            divide it; rows, or those that every engine has to take, can be longer than its positions; or
+            `rollout.kv_cache_gb` is too small for its rows.
     """
     if config.rollout.engine != "vllm":
         return
@@ -166,11 +165,6 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     capacity = run_capacity(config.rollout, dtype=dtype, max_length=length, gpus=gpus)
     if problem := run_cache_problem(shape, capacity):
         raise ModelError(problem)
-    if config.rollout.lora == "adapter" and not on_gpu and num_experts(settings_of(model)):
-        raise ModelError(
-            f"rollout.lora is adapter, but vLLM runs the experts of a {model.model_type} model with adapters only on "
-            "GPUs; set rollout.lora=merged"
-        )
 
 
 def rollout_length(config: Config) -> tuple[int, str]:

@@ -32,7 +32,7 @@ def adapter_arguments(model: PreTrainedModel, rank: int) -> dict[str, Any]:
     """
     assert rank <= ADAPTER_RANKS[-1], "the configuration's rules refuse it"
     reserved = next(known for known in ADAPTER_RANKS if known >= rank)
-    # No other layers: vLLM's implementation of experts with adapters needs Triton.
+    # No other layers, such as vLLM's experts: `shared_weights` has CPUs run those by kernels that take no adapters.
     layers = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
     sizes = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": reserved}
     return {"enable_lora": True, "lora_target_modules": layers} | sizes

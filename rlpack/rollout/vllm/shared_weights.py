@@ -3,7 +3,8 @@
 vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the memory that a rank writes, on
 the CPU (`weight_buffers`) or by CUDA IPC on the GPU that both use (`device_buffers`), and loads the weights as a
 checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in its own process, where
-`worker_extension_cls` names `RegistersBackend`; importing it registers the backend, and ends the process with its rank.
+`worker_extension_cls` names `RegistersBackend`. Importing it registers the backend, ends the process with its rank, and
+changes vLLM's choice of kernels for experts.
 """
 
 import ctypes
@@ -34,6 +35,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
     get_layerwise_info,
 )
+from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.adapter_files import check_adapter
@@ -201,6 +203,22 @@ def _pack_experts_again(model: nn.Module) -> None:
             module.moe_kernel = None  # pyright: ignore[reportArgumentType]
 
 
+def _choose_kernels_of_experts_without_adapters() -> None:
+    """Have vLLM on CPUs run experts by the same kernels with adapters as without.
+
+    Where adapters are enabled, vLLM chooses Triton's kernels, which no CPU can run, for the case that experts have
+    adapters. Here they have none: vLLM may adapt linear layers alone (`runtime_adapters.adapter_arguments`).
+    """
+    create = UnquantizedFusedMoEMethod.__init__
+
+    def create_without_adapters(self: Any, moe: Any, *args: Any, **kwargs: Any) -> None:
+        moe.is_lora_enabled = False
+        create(self, moe, *args, **kwargs)
+
+    if current_platform.is_cpu():
+        UnquantizedFusedMoEMethod.__init__ = create_without_adapters
+
+
 def _end_with_the_rank() -> None:
     """Have the kernel end this process with the process that started it, which nothing else does if that is killed."""
     parent = multiprocessing.parent_process()
@@ -212,6 +230,7 @@ def _end_with_the_rank() -> None:
 
 
 _end_with_the_rank()
+_choose_kernels_of_experts_without_adapters()
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 
 
