@@ -19,16 +19,17 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm vllm test-long test-faults soak test-recipes lint types unit test-layouts bench \
-	bench-gpu peers install clean help
+.PHONY: train train-vllm test test-vllm test-vllm-long vllm test-long test-faults soak test-recipes lint types unit \
+	test-layouts bench bench-gpu peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
 	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
+	@echo "make test-vllm-long                      the log-probs of vLLM with adapters, for every kind of model"
 	@echo "make vllm                                install into .venv-vllm only"
-	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines"
+	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines, test-vllm-long"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-faults                         every role, phase and fault in real runs (ARGS='--only kill --seconds 600')"
 	@echo "make soak                                1,000 steps with a fault every 20: same bits, nothing grows"
@@ -100,6 +101,9 @@ test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/vllm
 
+test-vllm-long: $(VLLM_INSTALLED)
+	RLPACK_ADAPTERS=all OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q tests/vllm/test_adapters.py -k trainers
+
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
@@ -107,6 +111,7 @@ test-long: $(INSTALLED)
 	RLPACK_COMPILED=all $(PYTEST) tests/unit/models/test_compiled_layers.py
 	RLPACK_FAULTS_AHEAD=1 $(PYTEST) tests/faults/test_running_ahead.py
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
+	$(MAKE) test-vllm-long
 
 test-layouts: $(INSTALLED)
 	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py

@@ -1,6 +1,7 @@
 """Small models in vLLM and in transformers, and weights from one to the other."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model, Placement, Rollout
+from rlpack.config.sections.optimization import Lora
 from rlpack.data.tokenization import character_tokenizer, eos_id, pad_id
+from rlpack.models.adapters import add_adapters
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
@@ -24,6 +27,11 @@ VOCABULARY = len(TOKENIZER)
 CANARY = canary_tokens(VOCABULARY)
 MAX_LENGTH = 128
 TOLERANCE = 1e-4  # nats; both sides compute in fp32
+RANK = 4  # of adapters
+SETTINGS = [
+    SamplingParams(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
+    for temperature, top_p, top_k in product((0.0, 0.7, 1.0, 1.3), (1.0, 0.9, 0.5), (0, 1, 7))
+]
 
 # Wide weights, so that logits are far apart and every weight shows. vLLM's kernels take heads of 32.
 SIZES: dict[str, Any] = {
@@ -101,6 +109,22 @@ def policy(family: str, *, tied: bool, seed: int = 3) -> Policy:
     return built
 
 
+def adapted(family: str, *, tied: bool, seed: int = 3, **settings: object) -> Policy:
+    """Return a policy with new adapters whose base weights are those of an engine with the same seed."""
+    model = causal_lm(family, tied=tied, seed=seed)
+    add_adapters(model, Lora.model_validate({"rank": RANK, "alpha": 8.0} | settings), seed=1)
+    return Policy(model)
+
+
+@torch.no_grad()
+def train_adapters(built: Policy, seed: int) -> None:
+    """Change all matrices of adapters; B starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in built.named_parameters():
+        if "lora_" in name:
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+
+
 @torch.no_grad()
 def perturb(built: Policy, seed: int, scale: float) -> None:
     """Add a random number to every weight."""
@@ -109,9 +133,9 @@ def perturb(built: Policy, seed: int, scale: float) -> None:
         weight.add_(torch.randn(weight.shape, generator=generator) * scale)
 
 
-def send(engine: VLLMEngine, built: Policy, *, bucket_bytes: int = 100_000) -> None:
-    """Give an engine all weights of a policy, in several buckets."""
-    stream = WeightStream(built, torch.float32, bucket_bytes=bucket_bytes)
+def send(engine: VLLMEngine, built: Policy, *, bucket_bytes: int = 100_000, adapters_only: bool = False) -> None:
+    """Give an engine all weights of a policy, adapters merged, or the adapters alone, in several buckets."""
+    stream = WeightStream(built, torch.float32, bucket_bytes=bucket_bytes, adapters_only=adapters_only)
     engine.check_weights(stream.layout)
     for bucket in stream:
         engine.load_bucket(bucket)
@@ -155,6 +179,21 @@ def token_gaps(built: Policy, prompts: Ragged, made: Generations, params: Sampli
         logits = row_logits(built, torch.cat([prompt, tokens]))[len(prompt) - 1 : -1]
         exact = filtered_logprobs(logits, params).gather(1, tokens[:, None])[:, 0]
         yield (exact - logprobs).abs().max().item()
+
+
+def largest_gap(engine: VLLMEngine, built: Policy) -> float:
+    """Return the largest difference of a sampled token's log-prob, over all of `SETTINGS`.
+
+    Rows are longer than the sliding window, and of unlike lengths. Greedy tokens have log-prob 0, which is that of
+    candidates without another one; so the token has to have the trainer's largest logit.
+    """
+    prompts, gaps = prompts_of(1, 5, 17, 40), []
+    for params in SETTINGS:
+        made = sampled(engine, prompts, params)
+        assert made.token_ids.lengths.tolist() == [24] * 4
+        assert not params.is_greedy or not made.logprobs.values.any()
+        gaps.extend(token_gaps(built, prompts, made, SamplingParams(top_k=1) if params.is_greedy else params))
+    return float(np.max(gaps))  # NaN if there is one
 
 
 def why_not_direct(engine: VLLMEngine) -> str:

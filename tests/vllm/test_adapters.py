@@ -1,5 +1,6 @@
 """`rollout.lora=adapter` with vLLM itself: its log-probs with an adapter are those of transformers with peft's."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket, pack_bucket
-from rlpack.config.sections.optimization import Lora
 from rlpack.distributed.context import RankContext
-from rlpack.models.adapters import add_adapters
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES
@@ -24,44 +23,32 @@ from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_rollouts
 from tests.vllm.engines import (
     CANARY,
+    FAMILIES,
+    RANK,
     TOKENIZER,
     TOLERANCE,
-    causal_lm,
+    adapted,
     gap,
+    largest_gap,
     prompts_of,
     reference,
     sampled,
+    send,
     start,
     token_gaps,
+    train_adapters,
 )
 from tests.weight_faults import FAULTS, Fault, check_fault, check_no_fault
 
-SEED, RANK = 3, 4
+SEED = 3
+# An engine takes 10 s to start; `make test-vllm-long` starts all.
+MODELS = [(family, tied) for family in FAMILIES for tied in (True, False)]
+if os.environ.get("RLPACK_ADAPTERS") != "all":
+    MODELS = [("gemma3_text", False), ("qwen3_moe", True)]
 
 
-def adapted(family: str, **settings: object) -> Policy:
-    """Return a policy with adapters whose base weights are those of an engine with the same seed."""
-    model = causal_lm(family, tied=True, seed=SEED)
-    add_adapters(model, Lora.model_validate({"rank": RANK, "alpha": 8.0} | settings), seed=1)
-    return Policy(model)
-
-
-@torch.no_grad()
-def train(policy: Policy, seed: int) -> None:
-    """Change all matrices of adapters; B starts at zero."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in policy.named_parameters():
-        if "lora_" in name:
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
-
-
-def send_adapters(engine: VLLMEngine, policy: Policy) -> None:
-    stream = WeightStream(policy, torch.float32, adapters_only=True, bucket_bytes=10_000)
-    engine.check_weights(stream.layout)
-    assert len(stream.layout) > 1
-    for bucket in stream:
-        engine.load_bucket(bucket)
-    engine.finish_update()
+def send_adapters(engine: VLLMEngine, built: Policy) -> None:
+    send(engine, built, bucket_bytes=10_000, adapters_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +60,9 @@ def engine() -> Iterator[VLLMEngine]:
 
 def test_each_update_is_used_at_once(engine: VLLMEngine):
     """Prompts are the same throughout: cached keys of an older adapter would show."""
-    policy, prompts = adapted("qwen2"), prompts_of(5, 40, 70)
+    policy, prompts = adapted("qwen2", tied=True), prompts_of(5, 40, 70)
     for version in range(1, 5):
-        train(policy, seed=version)
+        train_adapters(policy, seed=version)
         assert gap(engine, policy) > 0.1  # the update is not there yet
         send_adapters(engine, policy)
         assert gap(engine, policy) < TOLERANCE
@@ -84,8 +71,21 @@ def test_each_update_is_used_at_once(engine: VLLMEngine):
             assert max(token_gaps(policy, prompts, sampled(engine, prompts, params), params)) < TOLERANCE
 
 
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_the_log_probs_with_adapters_are_the_trainers(family: str, tied: bool):
+    started = start(family, tied=tied, seed=SEED, lora="adapter", vllm={"max_lora_rank": RANK})
+    try:
+        policy = adapted(family, tied=tied)
+        train_adapters(policy, seed=5)
+        assert gap(started, policy) > 100 * TOLERANCE
+        send_adapters(started, policy)
+        assert largest_gap(started, policy) <= TOLERANCE
+    finally:
+        started.close()
+
+
 def test_an_update_that_lacks_a_bucket_is_not_used(engine: VLLMEngine):
-    policy = adapted("qwen2")
+    policy = adapted("qwen2", tied=True)
     stream = WeightStream(policy, torch.float32, adapters_only=True, bucket_bytes=10_000)
     engine.check_weights(stream.layout)
     engine.load_bucket(stream.gather(0))
@@ -96,8 +96,8 @@ def test_an_update_that_lacks_a_bucket_is_not_used(engine: VLLMEngine):
 
 
 def test_some_layers_can_be_adapted(engine: VLLMEngine):
-    policy = adapted("qwen2", targets=("*.q_proj", "*.down_proj"), alpha=20.0)
-    train(policy, seed=9)
+    policy = adapted("qwen2", tied=True, targets=("*.q_proj", "*.down_proj"), alpha=20.0)
+    train_adapters(policy, seed=9)
     send_adapters(engine, policy)
     assert gap(engine, policy) < TOLERANCE
 
@@ -119,8 +119,8 @@ class AdapterTransport:
         self._update_to(2)
 
     def _update_to(self, version: int) -> None:
-        built = adapted("qwen2")
-        train(built, seed=70 + version)
+        built = adapted("qwen2", tied=True)
+        train_adapters(built, seed=70 + version)
         stream = WeightStream(built, torch.float32, adapters_only=True, bucket_bytes=10_000)
         self._version, self._weights, self._layout = version, list(stream), stream.layout
         self.count = len(self._weights)

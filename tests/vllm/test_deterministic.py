@@ -41,7 +41,7 @@ def test_an_engine_with_adapters_is_tested_once_it_has_one(monkeypatch: pytest.M
     try:
         assert tested == []
         for _ in range(2):
-            send_adapters(engine, adapted("qwen2"))
+            send_adapters(engine, adapted("qwen2", tied=True))
         assert tested == [True]
     finally:
         engine.close()

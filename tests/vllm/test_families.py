@@ -1,40 +1,32 @@
 """What vLLM computes is what the trainer computes, for each kind of model: log-probs, and weights after each update."""
 
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from rlpack.batch.ragged import Ragged
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES, calibrated, check_canary
 from rlpack.rollout.errors import CanaryError
-from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from tests.unit.rollout.test_canary_sensitivity import INVISIBLE, changes
 from tests.vllm.engines import (
     CANARY,
     FAMILIES,
     TOLERANCE,
+    adapted,
     causal_lm,
     gap,
+    largest_gap,
     perturb,
     policy,
-    prompts_of,
     reference,
-    sampled,
     send,
     start,
-    token_gaps,
+    train_adapters,
 )
-
-SETTINGS = [
-    SamplingParams(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
-    for temperature, top_p, top_k in product((0.0, 0.7, 1.0, 1.3), (1.0, 0.9, 0.5), (0, 1, 7))
-]
 
 
 class Pair(NamedTuple):
@@ -61,22 +53,19 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def test_the_log_probs_of_sampled_tokens_are_the_trainers(pair: Pair):
-    """All temperatures, nuclei and numbers of candidates; rows longer than the sliding window, of unlike lengths."""
-    prompts, worst = prompts_of(1, 5, 17, 40), {}
-    for params in SETTINGS:
-        made = sampled(pair.engine, prompts, params)
-        assert made.token_ids.lengths.tolist() == [24] * 4
-        assert not params.is_greedy or not made.logprobs.values.any()
-        if params.is_greedy:
-            assert greedy_tokens_have_the_largest_logits(pair.policy, prompts, made)
-        else:
-            worst[params] = max(token_gaps(pair.policy, prompts, made, params))
-    assert max(worst.values()) <= TOLERANCE, worst
+    assert largest_gap(pair.engine, pair.policy) <= TOLERANCE
 
 
-def greedy_tokens_have_the_largest_logits(built: Policy, prompts: Ragged, made: Generations) -> bool:
-    """Return whether every token has the largest logit: its log-prob is 0 if no other is a candidate."""
-    return all(difference == 0 for difference in token_gaps(built, prompts, made, SamplingParams(top_k=1)))
+def test_the_log_probs_with_merged_adapters_are_the_trainers(pair: Pair):
+    config = pair.policy.model.config
+    built = adapted(config.model_type, tied=config.tie_word_embeddings)
+    send(pair.engine, built)
+    before = reference(built, CANARY)
+    train_adapters(built, seed=5)
+    assert (reference(built, CANARY) - before).abs().max() > 100 * TOLERANCE
+    send(pair.engine, built)
+    assert largest_gap(pair.engine, built) <= TOLERANCE
+    send(pair.engine, pair.policy)
 
 
 def test_after_every_update_of_all_weights_the_canary_is_the_trainers(pair: Pair):
