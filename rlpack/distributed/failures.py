@@ -143,17 +143,10 @@ def deadline_error(
     """
     if stopped:
         first = next(iter(stopped))
-        names = ", ".join(f"{pid} (rank {call.rank})" for call, pid in stopped.items() if call.role == first.role)
         waiting = sorted({call.rank for call in calls if call.role == first.role and call not in stopped})
         in_collective = bool(waiting) and not first.background
         others = f"; rank(s) {', '.join(map(str, waiting))} wait for it in a collective" if in_collective else ""
-        return RoleError(
-            first.role,
-            first.rank,
-            first.method,
-            f"no answer within {timeout_s:g} s, because process {names} is stopped, by SIGSTOP, a debugger or a "
-            f"scheduler{others}; what stops a process has to resume it (kill -CONT) before the deadline",
-        )
+        return _stopped_error(f"no answer within {timeout_s:g} s", stopped, others)
     ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
     way_out = (
         "the process hangs, since the call ends by itself long before"
@@ -162,6 +155,31 @@ def deadline_error(
     )
     cause = f"no answer from rank(s) {ranks} within {timeout_s:g} s; {way_out}"
     return RoleError(calls[0].role, calls[0].rank, calls[0].method, cause)
+
+
+def error_beside_stopped(call: RankCall, cause: RayError, stopped: Mapping[RankCall, int]) -> RoleError:
+    """Return the error for a call that failed while the processes of others are stopped, which explains it.
+
+    Args:
+        call: the call that failed, as in a collective that the others don't reach.
+        cause: its error.
+        stopped: the other calls, with their process ids.
+    """
+    failed = f"; meanwhile role {call.role} failed on rank {call.rank} in {call.method}: {describe_error(cause)}"
+    return _stopped_error("no answer", stopped, failed)
+
+
+def _stopped_error(silence: str, stopped: Mapping[RankCall, int], others: str) -> RoleError:
+    """Return the error for processes that are stopped; `others` says what that did to other ranks."""
+    first = next(iter(stopped))
+    names = ", ".join(f"{pid} (rank {call.rank})" for call, pid in stopped.items() if call.role == first.role)
+    return RoleError(
+        first.role,
+        first.rank,
+        first.method,
+        f"{silence}, because process {names} is stopped, by SIGSTOP, a debugger or a scheduler{others}; what stops a "
+        f"process has to resume it (kill -CONT) before the deadline",
+    )
 
 
 def _place(trace: str) -> str:

@@ -16,7 +16,7 @@ Invariants of restarts (tests/distributed/test_restarts.py):
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -34,6 +34,7 @@ from rlpack.distributed.failures import (
     deadline_error,
     describe_context,
     describe_error,
+    error_beside_stopped,
     first_cause,
     rank_calls,
 )
@@ -219,14 +220,19 @@ class RestartablePool(ABC):
             if answer is None:
                 late = list(earlier.values()) or [call for call in calls if call.ref in pending]
                 stopped = _end_stopped(late, pools)
-                hung = {pool for pool in pools if any(call.role in pool._pool.roles for call in stopped or late)}
-                raise _killed(pools, hung, deadline_error(late, timeout_s, stopped, is_own=began is not None))
+                missed = deadline_error(late, timeout_s, stopped, is_own=began is not None)
+                raise _killed(pools, _hung(stopped or late, pools), missed)
             ref, value, error = answer
             if error is not None:
                 unfinished = [other for other in (*earlier, *pending) if other != ref]
                 under_way = [*earlier.values(), *calls]
                 call, cause = first_cause(under_way, ref, unfinished, error)
                 raise_if_ray_ended()  # of which deaths are consequences
+                if isinstance(cause, RayTaskError):  # maybe of a collective that a stopped process doesn't reach
+                    stopped = _end_stopped([one for one in under_way if one.ref in unfinished], pools)
+                    if stopped:
+                        explained = error_beside_stopped(call, cause, stopped)
+                        raise _killed(pools, _hung(stopped, pools), explained) from cause
                 call = _call_of_dead_rank(cause, under_way, pools) or call
                 raise _killed(pools, _with_dead_rank(cause, pools), self._failure(call, cause, earlier)) from cause
             if earlier.pop(ref, None) is None:
@@ -262,6 +268,11 @@ def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[Re
 def _with_dead_rank(cause: RayError, pools: set[RestartablePool]) -> set[RestartablePool]:
     """Return the pools whose process died, now or before a restart."""
     return {pool for pool in pools if isinstance(cause, RayActorError) and pool._pool.has_had(cause.actor_id)}
+
+
+def _hung(calls: Iterable[RankCall], pools: set[RestartablePool]) -> set[RestartablePool]:
+    """Return the pools of calls that don't answer."""
+    return {pool for pool in pools if any(call.role in pool._pool.roles for call in calls)}
 
 
 def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[RankCall, int]:

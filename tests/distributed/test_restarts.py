@@ -57,6 +57,20 @@ def test_calls_are_repeated_after_a_death_and_after_a_hang(
     assert metrics == {"faults/restarts/lost": group.ranks.num_starts - 1.0}
 
 
+def test_a_failure_beside_a_stopped_process_is_that_of_the_stopped_one(
+    groups: Groups, store: RayStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    group = groups["lost"]
+    stopped = group.ranks.process_ids()[1]
+    faults = {0: ["exception"], 1: ["stop"]}  # an exception as of a collective that rank 1 does not reach
+    group.run_at_every_start(Echo.set_factor, 3)
+    with store.lease("a step"):
+        found = group.run(Echo.times_after_faults, BATCH, faults, str(tmp_path))
+        assert torch.equal(store.fetch(found)["times"].values, 3 * BATCH["input_ids"].values)
+    assert f"rank 1, in times_after_faults: no answer, because process {stopped} (rank 1) is stopped" in caplog.text
+    assert "role lost failed on rank 0 in times_after_faults: ValueError: an exception of the role" in caplog.text
+
+
 def test_a_process_that_dies_between_calls_is_noticed_by_the_next(groups: Groups, store: RayStore):
     group = groups["damaged"]
     held = group.submit_to(0, Echo.hand_back, BATCH)

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed import failures
-from rlpack.distributed.failures import RankCall, deadline_error, describe_context, first_cause
+from rlpack.distributed.failures import RankCall, deadline_error, describe_context, error_beside_stopped, first_cause
 from rlpack.distributed.rank_processes import ProcessId
 
 
@@ -104,6 +104,14 @@ def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():
     assert "; rank(s) 0 wait for it in a collective; " in error.cause
     background = calls_of("slow.score")
     assert "collective" not in deadline_error(background, 5.0, {background[1]: 4321}).cause
+
+
+def test_a_stopped_rank_is_blamed_for_the_failure_of_one_that_waits_for_it():
+    calls = calls_of("actor.start")
+    error = error_beside_stopped(calls[0], failure(RuntimeError("timed out in a collective")), {calls[1]: 4321})
+    assert (error.role, error.rank, error.method) == ("actor", 1, "start")
+    assert error.cause.startswith("no answer, because process 4321 (rank 1) is stopped")
+    assert "role actor failed on rank 0 in start: RuntimeError: timed out in a collective" in error.cause
 
 
 def test_a_call_with_a_deadline_of_its_own_advises_no_setting():
