@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
 from rlpack.batch.batch import BatchedDataDict
@@ -19,6 +18,8 @@ logger = logging.getLogger(__name__)
 END_OF_CALL = "at the end of the call that received them"
 # A wait for objects is renewed after this time, in seconds, and then after twice as long as the last one.
 _ASK_AGAIN_S = 20.0
+# An object of this process that holds references is there at once.
+_RECEIVE_S = 60.0
 
 
 class ObjectHandle:
@@ -129,8 +130,8 @@ def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[
             if left <= interval_s:
                 raise
         logger.warning("objects are not there after %.0f s; asking for them again", time.monotonic() - began)
-        # Unpickling a reference asks its owner; it also keeps the object until this process ends.
-        refs = [cloudpickle.loads(cloudpickle.dumps(ref)) for ref in refs]  # pyright: ignore[reportPrivateImportUsage]
+        # Receiving a reference asks its owner. Unlike a pickled one, it doesn't keep the object for good.
+        refs = ray.get(ray.put(list(refs)), timeout=_RECEIVE_S)
         interval_s *= 2
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -146,9 +146,10 @@ class RankProcess:
             self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"background-{role}")
         self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)
 
-    def result(self, call_id: int) -> OffloadedBatch:
-        """Wait for a submitted method and return its rows; the driver sets the deadline."""
-        return self._background.pop(call_id).result()
+    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:
+        """Return the rows of a submitted method; None if it is not done within `wait_s` seconds."""
+        wait([self._background[call_id]], timeout=wait_s)
+        return self._background.pop(call_id).result() if self._background[call_id].done() else None
 
     def pop_columns(self, call_id: int) -> list[dict[str, Any]]:
         """Return the offloaded columns of a call's rows and forget them."""

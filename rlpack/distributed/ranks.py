@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Weights in transit between pools: one bucket is loaded while the next is gathered.
 _RELAYS_IN_FLIGHT = 2
+# A rank waits this long for the result of a background call before it answers other calls.
+_RESULT_S = 0.1
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
 
@@ -99,8 +101,7 @@ class RayRanks(RestartablePool):
             answers = self._wait(calls, min(call.answer_s, self._call_s), began=submitted.began)
         elif call.background:
             self._wait(calls, self._call_s)
-            refs = [submitted.actors[one.rank].result.remote(submitted.call_id) for one in calls]
-            answers = self._wait(rank_calls(refs, call.role, call.method), self._call_s)
+            answers = self._background_results(submitted)
         else:
             answers = self._wait(calls, self._call_s)
         results = dict(zip(call.called, answers, strict=True))
@@ -110,6 +111,23 @@ class RayRanks(RestartablePool):
         for rank in set(call.called) - set(call.outputs):
             submitted.actors[rank].discard.remote(submitted.call_id)
         return self._store_rows(submitted, {rank: results[rank] for rank in call.outputs})
+
+    def _background_results(self, submitted: SubmittedCall) -> list[OffloadedBatch]:
+        """Wait for a call that runs in the ranks' threads, and return their rows.
+
+        Ranks are asked again and again rather than once, so that they answer other calls in between, such as those of
+        the engines that share their processes.
+        """
+        call, deadline = submitted.call, time.monotonic() + self._call_s
+        results: dict[int, OffloadedBatch] = {}
+        while waiting := [one.rank for one in submitted.calls if one.rank not in results]:
+            refs = [submitted.actors[rank].result.remote(submitted.call_id, _RESULT_S) for rank in waiting]
+            asked = rank_calls(refs, call.role, call.method, ranks=waiting)
+            found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
+            results |= {rank: rows for rank, rows in found.items() if rows is not None}
+            if len(results) < len(submitted.calls) and time.monotonic() > deadline:
+                raise self._missed([one for one in asked if one.rank not in results], self._call_s, {self})
+        return [results[one.rank] for one in submitted.calls]
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
         """Return what the foreground calls of a role took since the last request, by method."""

@@ -208,20 +208,20 @@ class RestartablePool(ABC):
 
         Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
         them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
-        For calls with their own deadline it counts from `began`.
+        For calls with their own deadline it counts from `began`, or from the last earlier call; the earlier calls
+        themselves may take as long as any call of the pool.
         """
         pools = {self, *others}
-        deadline = (time.monotonic() if began is None else began) + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
         pending = [call.ref for call in calls]
         earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
+        limit_s = max(timeout_s, self._call_s) if earlier and began is not None else timeout_s
+        deadline = (time.monotonic() if began is None or earlier else began) + limit_s
         while pending:
             answer = first_answer([*earlier, *pending], deadline)
             if answer is None:
                 late = list(earlier.values()) or [call for call in calls if call.ref in pending]
-                stopped = _end_stopped(late, pools)
-                missed = deadline_error(late, timeout_s, stopped, is_own=began is not None)
-                raise _killed(pools, _hung(stopped or late, pools), missed)
+                raise self._missed(late, limit_s, pools, is_own=began is not None and not earlier)
             ref, value, error = answer
             if error is not None:
                 unfinished = [other for other in (*earlier, *pending) if other != ref]
@@ -241,8 +241,17 @@ class RestartablePool(ABC):
                 continue
             for pool in pools:
                 pool._submitted.record_answer(ref)
-            deadline = time.monotonic() + timeout_s
+            limit_s = limit_s if earlier else timeout_s
+            deadline = time.monotonic() + limit_s
         return [results[call.ref] for call in calls]
+
+    def _missed(
+        self, late: list[RankCall], limit_s: float, pools: set["RestartablePool"], *, is_own: bool = False
+    ) -> RoleError | LostRanksError:
+        """Kill pools whose calls are late, and return the error to raise; arguments as for `deadline_error`."""
+        stopped = _end_stopped(late, pools)
+        missed = deadline_error(late, limit_s, stopped, is_own=is_own)
+        return _killed(pools, _hung(stopped or late, pools), missed)
 
     def _failure(self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall]) -> RoleError:
         """Return the error for a failed call."""

@@ -204,6 +204,26 @@ def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: Ra
     assert torch.equal(store.fetch(pending.result())["times"].values, 3 * batch["input_ids"].values)
 
 
+def test_a_rank_answers_other_calls_while_the_driver_waits_for_one_beside_them(groups: Groups, store: RayStore):
+    batch, echo = tiny_rollouts(UNEVEN), groups["packed"]
+    pending = echo.submit(Echo.answer_once_released, batch)
+    with ThreadPoolExecutor(1) as driver:
+        waiting = driver.submit(pending.result)
+        time.sleep(0.5)
+        rows = batch.keep(["input_ids", "uid"])
+        assert echo.submit_to(0, Echo.hand_back, rows, answer_s=5.0).result().num_rows == len(UNEVEN)
+        assert not waiting.done()
+        assert echo.run(Echo.release)
+        assert torch.equal(store.fetch(waiting.result())["times"].values, 3 * batch["input_ids"].values)
+
+
+def test_the_deadline_of_a_single_call_counts_from_the_end_of_the_call_before_it(groups: Groups):
+    rows, echo = tiny_rollouts(UNEVEN).keep(["input_ids", "uid"]), groups["dynamic"]
+    before = echo.submit_to(0, Echo.hand_back_late, rows, 4.0)
+    assert echo.submit_to(0, Echo.hand_back, rows, answer_s=2.0).result().num_rows == len(UNEVEN)
+    assert before.result().num_rows == len(UNEVEN)
+
+
 def test_what_is_not_marked_runs_before_later_calls_whether_or_not_it_is_waited_for(groups: Groups):
     batch = tiny_rollouts(UNEVEN)
     pending = groups["packed"].submit(Echo.note_rows, batch)
