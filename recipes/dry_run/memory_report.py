@@ -52,7 +52,8 @@ def memory_lines(memory: RunMemory) -> Iterator[str]:
     limit = "" if memory.host_limit is None else f" of {in_units(memory.host_limit)}"
     yield f"host memory: {in_units(memory.host)}{limit}, all ranks and the object store together"
     if memory.uncounted:
-        yield f"not counted: the roles {', '.join(memory.uncounted)}"
+        plural = "s" * (len(memory.uncounted) > 1)
+        yield f"not counted: the role{plural} {', '.join(memory.uncounted)}"
 
 
 def _pool_lines(pool: PoolMemory) -> Iterator[str]:
@@ -67,7 +68,7 @@ def _pool_lines(pool: PoolMemory) -> Iterator[str]:
     what = "CUDA context and libraries" if pool.on_gpu else "Python and its libraries"
     limit = f" of {in_units(pool.limit)}" if pool.on_gpu and pool.limit is not None else ""
     yield (
-        f"a rank: {in_units(pool.kept)} kept, {in_units(pool.peak)}{limit} at the peak, of which {outside} "
+        f"a rank: {in_units(pool.kept)} always, {in_units(pool.peak)}{limit} at the peak, of which {outside} "
         f"are assumed for {what}"
     )
     if pool.on_gpu:

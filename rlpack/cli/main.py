@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from rlpack import __version__
@@ -58,6 +59,10 @@ def _command(arguments: list[str]) -> int:
 
         return run_command(arguments)
     parser = _parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        nearest = get_close_matches(arguments[0], _COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}? Commands" if nearest else "commands"
+        parser.error(f"{arguments[0]!r} is not a command; {hint}: {', '.join(_COMMANDS)}")
     parsed = parser.parse_args(arguments)
     if parsed.command in ("report", "trace"):
         return _report(parsed.run_dir) if parsed.command == "report" else _trace(parsed.run_dir, parsed.out)

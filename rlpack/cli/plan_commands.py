@@ -31,6 +31,7 @@ from rlpack.packing.lengths import align
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
 _FEW_ROWS = 4  # per rank
+_TRUSTED_FIT = 0.5  # share of the variance that a fit has to explain
 # Meanings of the columns of both commands.
 _LEGEND = {
     "microbatches": "per rank",
@@ -232,6 +233,11 @@ def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
         f"squared slot, {fitted.microbatch_s:.3g} s per microbatch; explains "
         f"{fitted.explained:.0%} of time/update_s's variance"
     )
+    if fitted.explained < _TRUSTED_FIT:
+        print(
+            "so small a share means that the times below are not to be trusted: the steps differ too little in their "
+            "lengths, or other work took the time"
+        )
     return fitted.cost, replace(device, flops_per_s=1.0, overhead_s=fitted.microbatch_s)
 
 
@@ -322,8 +328,9 @@ def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
     bound = lower_bound(fits, arguments.max_tokens) + int((aligned > arguments.max_tokens).sum())
     steps = -(-lengths.size // (arguments.mini_batch_size or lengths.size))
     text = (
-        f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():.0f}, longest "
-        f"{int(lengths.max()):,}; a budget of {arguments.max_tokens:,} needs at least {bound:,} microbatches"
+        f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}, longest "
+        f"{int(lengths.max()):,}; a budget of {arguments.max_tokens:,} needs at least "
+        f"{bound:,} microbatch{'es' * (bound != 1)} in all"
     )
     if steps > 1:
         text += f"; numbers are totals over all {steps:,} optimizer steps"

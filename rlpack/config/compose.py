@@ -36,6 +36,13 @@ PRESETS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
 _LONGEST_OVERRIDE = 65_536
 _LONGEST_HINT = 200
+# What users want who give a group a name of their own.
+_OTHERS = {
+    "recipe": "; for a recipe of your own, set recipe.target={}",
+    "model": "; for a model's folder or hub name, set model=pretrained model.path={}",
+    "data": "; for a file of your own, set data=jsonl or data=parquet, and data.source={}",
+    "reward": "; for a reward function of your own, set reward.function={}",
+}
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -238,7 +245,8 @@ def _how_to_quote(text: str, parser: OverridesParser) -> str:
 def _wrong_choice_problem(group: str, choice: str, choices: Sequence[str]) -> str:
     nearest = get_close_matches(choice, choices, n=1)
     hint = f"; did you mean {group}={nearest[0]}?" if nearest else ";"
-    return f"{group}={choice} is not a choice{hint} {group} has: {', '.join(choices)}"
+    other = _OTHERS.get(group, "").format(choice if "." in choice or "/" in choice else "…")
+    return f"{group}={choice} is not a choice{hint} {group} has: {', '.join(choices)}{other}"
 
 
 def _first_line(error: Exception) -> str:

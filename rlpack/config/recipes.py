@@ -35,6 +35,7 @@ EVALUATE_TARGET = f"{BUILTIN_PACKAGE}.evaluate.evaluate_model"
 _FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"
+_PLACES = "in the current directory or on Python's path"
 # Names that Hydra reads at the top of a config; those of pydantic are attributes of `Config`.
 _RESERVED = {"defaults", "hydra"}
 _Section = TypeVar("_Section", bound=Section)
@@ -252,13 +253,13 @@ def _import(target: str) -> ModuleType:
     """Import the module that holds the spec of a recipe."""
     try:
         if find_user_module(target) is None:
-            raise ConfigError([f"recipe.target is {target!r}, but there is no module {target}; {_HOW}"])
+            raise ConfigError([f"recipe.target is {target!r}, but there is no module {target} {_PLACES}; {_HOW}"])
         light = f"{target}_spec"
         return import_user_module(light if find_user_module(light) else target)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
-        raise ConfigError([f"recipe.target is {target!r}: {error}; {_HOW}"]) from error
+        raise ConfigError([f"recipe.target is {target!r}: {error} {_PLACES}; {_HOW}"]) from error
     except Exception as error:  # importing user code can raise anything
         reason = describe_exception(error)
         raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {reason}"]) from error

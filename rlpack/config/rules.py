@@ -188,7 +188,8 @@ def _data(config: Config) -> Iterator[str]:
     if data.generator and data.source != "arithmetic":
         yield (
             f"data.generator is set, but data.source is {data.source!r}; the generator is for data.source=arithmetic: "
-            "choose data=jsonl, data=parquet or data=hub together with data.source"
+            "for other prompts, choose data=jsonl, data=parquet or data=hub, and leave out data.generator and "
+            "experiment=smoke, which sets it (trainer.steps=2 is a short run, too)"
         )
     if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
         if data.source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(data.source)):

@@ -26,7 +26,8 @@ def check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
         ) from error
     if vocab_size is not None and vocab_size > known:
         raise ModelError(
-            f"the tokenizer has {vocab_size} tokens and the model {known}; set model.tokenizer to the model's own"
+            f"the tokenizer has {vocab_size} tokens and the model {known}; set model.tokenizer to the model's own, or, "
+            f"if tokens were added to it, save the model with {vocab_size} embeddings (model.resize_token_embeddings)"
         )
 
 

@@ -140,6 +140,10 @@ class RewardScorer:
         return total - before
 
 
+# The keys of the limits that a function ran into, by problem.
+_LIMITS = {"timeout": "reward.timeout_s", "killed": "reward.memory_gb"}
+
+
 @dataclass
 class FailureRate:
     """The rate of failed rows over a sliding window of batches.
@@ -151,12 +155,12 @@ class FailureRate:
     Attributes:
         limit: largest fraction of rows that may fail; 1 allows everything.
         key: the configuration key, for messages.
-        hint: what the user can do, for messages.
+        hint: what the user can do, for messages; `{}` is where the limits go that rows ran into.
     """
 
     limit: float
     key: str = "reward.max_failures"
-    hint: str = "Fix the function, or raise reward.timeout_s, reward.memory_gb or reward.max_failures"
+    hint: str = "Fix the function{}, or raise reward.max_failures"
     _batches: deque[tuple[int, int]] = field(default_factory=deque)  # (rows, failed rows)
 
     def allowed(self, num_rows: int) -> float:
@@ -180,10 +184,13 @@ class FailureRate:
             return
         all_failed = self._num_failed == self._num_rows >= _ALL_FAILED_ROWS
         if too_many or all_failed:
-            reasons = ", ".join(f"{problem}: {count}" for problem, count in sorted(problems.items(), key=str))
+            skipped = sum(row.detail.endswith(SKIPPED) for row in rows)
+            counted = {**problems, "error": problems["error"] - skipped, "skipped": skipped}
+            reasons = ", ".join(f"{name}: {count}" for name, count in sorted(counted.items(), key=str) if count)
+            hint = self.hint.replace("{}", "".join(f", raise {key}" for name, key in _LIMITS.items() if problems[name]))
             raise TooManyFailuresError(
                 f"reward functions failed on {failed} of {len(rows)} rows ({reasons}), {self._num_failed} of the last "
-                f"{self._num_rows}; {self.key} is {self.limit:g}. The first: {first_failure}. {self.hint}"
+                f"{self._num_rows}; {self.key} is {self.limit:g}. The first: {first_failure}. {hint}"
             )
 
     @property

@@ -89,8 +89,8 @@ def _check_hub(key: str, name: str, revision: str | None) -> None:
     if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
         hint = suggest_path(Path(name), folders_only=True)
         raise ModelError(
-            f"{key} is {name!r}: there is no such folder, {constants.ENDPOINT} can't be asked for it ({problem}), and "
-            f"its cache has no such model{hint}; set a folder, or the name of a model that the hub has"
+            f"{key} is {name!r}: there is no such folder in {Path.cwd()}, {constants.ENDPOINT} can't be asked for it "
+            f"({problem}), and its cache has no such model{hint}; set a folder, or the name of a model that the hub has"
         )
 
 

@@ -11,13 +11,15 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import optimizers
 from rlpack.config.schema import Config
-from rlpack.observe.run_dir import CHECKPOINTS, flat
+from rlpack.observe.run_dir import CHECKPOINTS, CONFIG, flat
 
 STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
 _PHASES = ("train", "sft_warmup")
 # Sections of a stored config that are read here.
 _SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement")
 _QUOTES = "\"'"
+# Differing keys that an error names.
+_SHOWN_KEYS = 8
 # Keys that determine the steps of a run.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
 # Keys that determine which weights and moments a checkpoint holds.
@@ -151,6 +153,34 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             )
 
 
+def _other_values(before: Mapping[str, Any], now: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield a problem for the key that differs, or one for all keys if several do."""
+    keys = [key for key in sorted(before.keys() | now.keys()) if now.get(key) != before.get(key)]
+    # If a section is empty on one side only, the keys of the other side are named.
+    keys = [
+        key
+        for key in keys
+        if not any(one.get(key) == {} and key not in two for one, two in ((before, now), (now, before)))
+    ]
+    if len(keys) == 1:
+        yield (
+            f"{keys[0]} is {now.get(keys[0])!r} and the checkpoint in run_dir={config.run_dir} was written with "
+            f"{before.get(keys[0])!r}; set {keys[0]} as it was, or choose another run_dir"
+        )
+    elif keys:
+        shown = ", ".join(f"{key} ({_text(now, key)}, was {_text(before, key)})" for key in keys[:_SHOWN_KEYS])
+        more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+        yield (
+            f"{len(keys)} keys differ from those that the checkpoint in run_dir={config.run_dir} was written with: "
+            f"{shown}{more}. A resumed run needs all overrides of the run ({Path(config.run_dir or '.') / CONFIG} has "
+            "its values): repeat them, or choose another run_dir"
+        )
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "unset"
+
+
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
     """Refuse to resume with another recipe, seed, model, dataset or warm-up.
 
@@ -166,12 +196,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         ConfigError: names each key that differs, with both values.
     """
     before, now = (_fixed(values) for values in (saved, without_secrets(config.model_dump(mode="json"))))
-    differing = [
-        f"{key} is {now.get(key)!r} and the checkpoint in run_dir={config.run_dir} was written with "
-        f"{before.get(key)!r}; set {key} as it was, or choose another run_dir"
-        for key in sorted(before.keys() | now.keys())
-        if now.get(key) != before.get(key)
-    ]
+    differing = list(_other_values(before, now, config))
     differing += _other_ranks(saved, config)
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(

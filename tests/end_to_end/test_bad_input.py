@@ -181,7 +181,7 @@ def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninter
     [
         ("seed=2", "seed is 2 and the checkpoint"),
         ("data.generator.largest_operand=3", "data.generator.largest_operand is 3 and the checkpoint"),
-        ("model=small", "model.config.hidden_size is 256 and the checkpoint"),
+        ("model=small", "model.config.hidden_size (256, was "),
         ("sft_warmup.steps=41", "sft_warmup.steps is 41 and the checkpoint"),
         ("trainer.steps=1", "trainer.steps is 1, and the run in run_dir="),
     ],

@@ -161,7 +161,9 @@ def result_notes(document: dict[str, Any]) -> list[str]:
     """Return the lines below the table: how votes and passes were counted, and what was left out."""
     threshold, without = document["passes_from_reward"], document["responses_without_reward"]
     notes = [f"majority vote by {document['majority_vote_by']}"]
-    notes.append(f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes from a reward of {threshold:g}")
+    notes.append(
+        f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes if its reward is at least {threshold:g}"
+    )
     if without:
         notes.append(
             f"{without} of {document['responses']} responses have no reward: they count as 0 in means, and never pass, "

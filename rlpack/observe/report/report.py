@@ -36,6 +36,7 @@ from rlpack.observe.run_dir import (
 from rlpack.observe.sinks import read_records
 from rlpack.observe.text import shortened, visible
 from rlpack.observe.trace import read_spans
+from rlpack.path_suggestions import suggest_path
 
 NUM_SAMPLES = 8
 SAMPLE_CHARACTERS = 600
@@ -71,6 +72,8 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         ReportError: the directory contains no run.
     """
+    if not run_dir.is_dir():
+        raise ReportError(f"{run_dir} is not a directory{suggest_path(run_dir, folders_only=True)}; give that of a run")
     if not (run_dir / METRICS).is_file():
         raise ReportError(f"{run_dir} contains no run, since it has no {METRICS}; give the directory of a run")
     records = list(read_records(run_dir / METRICS))

@@ -65,7 +65,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     with pytest.raises(SystemExit) as left:
         main(["trian"])
     assert left.value.code == 2
-    assert "choose from" in capsys.readouterr().err
+    assert "'trian' is not a command; did you mean train? Commands: evaluate, jobs, logs, " in capsys.readouterr().err
 
 
 def test_a_wrong_key_ends_with_code_2_before_torch_or_ray_is_imported():

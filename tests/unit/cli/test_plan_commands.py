@@ -25,7 +25,7 @@ def test_a_comparison_has_a_line_for_every_algorithm_and_mode(
                        "--compare", "--picture", str(picture))  # fmt: skip
     assert code == 0
     assert out.splitlines()[0] == (
-        "120 sequences, 4,200 tokens, mean 35, longest 60; a budget of 100 needs at least 42 microbatches"
+        "120 sequences, 4,200 tokens, mean 35, longest 60; a budget of 100 needs at least 42 microbatches in all"
     )
     names = [line.split("  ")[0] for line in out.splitlines()[2:10]]
     assert sum(name.startswith("4 × packed, ") for name in names) == 6

@@ -4,8 +4,8 @@ from rlpack.checkpoint import commit
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Trainer
-from rlpack.startup.same_run import check_resumed
+from rlpack.config.schema import Config, Data, SFTWarmup, Trainer
+from rlpack.startup.same_run import check_resumed, check_same_run
 
 
 def resumed(run_dir, **sections):
@@ -53,3 +53,13 @@ def test_a_newer_format_is_refused_and_no_older_checkpoint_is_looked_at(tmp_path
         save(tmp_path, 6)
     with pytest.raises(CheckpointError, match=rf"step-6 was written by .* in format {commit.FORMAT + 1}; this is"):
         check_resumed(resumed(tmp_path))
+
+
+def test_several_keys_that_differ_are_one_problem_and_an_empty_section_is_none():
+    saved = Config(data=Data(generator={"train_size": 8})).model_dump(mode="json")
+    with pytest.raises(ConfigError) as raised:
+        check_same_run(saved, Config(seed=2, sft_warmup=SFTWarmup(steps=7)))
+    (problem,) = raised.value.problems
+    assert problem.startswith("3 keys differ from those that the checkpoint in run_dir=None was written with: ")
+    assert "data.generator.train_size (unset, was 8), seed (2, was 1), sft_warmup.steps (7, was " in problem
+    assert "repeat them, or choose another run_dir" in problem
