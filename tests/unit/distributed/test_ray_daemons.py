@@ -147,9 +147,7 @@ def test_a_driver_is_told_that_a_daemon_ended_and_is_ended_if_it_never_asks(what
     pid, _, told = done.stdout.partition("\n")
     message = told if what == "asks" else done.stderr
     assert message.startswith("Ray's gcs_server (process ")
-    assert (
-        ") was killed by SIGKILL during the run, which can't continue without it; " in message
-    )
+    assert ") was killed by SIGKILL during the run, which can't continue without it; " in message
     assert not psutil.pid_exists(int(pid)) or is_gone(psutil.Process(int(pid)))
 
 
