@@ -1,6 +1,6 @@
 """What vLLM's statistics for the trace and the report cost: CPU time per token with and without them.
 
-    python benchmarks/engine_statistics.py [--rows 64] [--rounds 7]
+    python -m benchmarks.engine_statistics [--rows 64] [--rounds 7]
 
 Two engines of one small model in one process take turns. Run it with vLLM, as `make vllm` installs it.
 """
