@@ -134,6 +134,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--bar", type=float, default=1.5)
     options = parser.parse_args()
+    if options.steps < 4:
+        parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name))

@@ -78,6 +78,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--bar", type=float, default=0.15)
     options = parser.parse_args()
+    if options.steps < 4:
+        parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
     largest = 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -251,6 +251,8 @@ def main() -> int:
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < 3:
+        parser.error(f"--steps is {options.steps}; the first and the last don't count, so it has to be at least 3")
     if options.train is not None:
         train_with_trl(options.train, options.settings[0], options.steps, options.peers.resolve(), options.out)
         return 0

@@ -156,6 +156,8 @@ def main() -> int:
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < 4:
+        parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
     peers = options.peers.resolve()
     if options.train is not None:
         train_with_trl(options.train, options.steps, peers, options.out)
