@@ -16,11 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from tests.faults.suffering_roles import SLOW_S, exceed_memory_limit
 
 # The phase of a call that a rank runs. While an evaluation runs, `generate` and `score` belong to it.
 PHASE_OF = {
     ("rollout", "generate"): "generate",
+    ("rollout", "advance"): "generate",  # of engines that hold rows in flight
     ("reward", "score"): "score",
     ("judge", "score"): "score",
     ("actor", "logprobs"): "log-probs",
@@ -32,6 +35,8 @@ PHASE_OF = {
 ANNOUNCES = {"score": "reward", "log-probs": "actor"}
 # What a role runs in a transfer, to which an order belongs.
 IN_TRANSFER = {"actor": "export_bucket", "rollout": "load_bucket"}
+# The file with the address of the run's cluster.
+CLUSTER = "gcs"
 
 
 class Injection:
@@ -40,7 +45,7 @@ class Injection:
     def __init__(self, folder: Path, plan: list[dict[str, Any]]) -> None:
         self.folder, self.plan = folder, plan
         self.pools: dict[str, Any] = {}  # the ranks of each role
-        self.step, self.is_evaluating = 0, False
+        self.step, self.is_evaluating, self.is_restoring = 0, False, False
         self.lock = threading.Lock()
 
     def due(self, phase: str, active: str | None = None) -> list[dict[str, Any]]:
@@ -85,6 +90,10 @@ class Injection:
         with (self.folder / "fired.jsonl").open("a") as file:
             file.write(json.dumps(fault | {"time": time.time()}) + "\n")
 
+    def note_cluster(self) -> None:
+        """Note where the GCS is, which has the placement groups; the run's end is checked there."""
+        (self.folder / CLUSTER).write_text(ray.get_runtime_context().gcs_address)
+
     def _pid(self, fault: dict[str, Any]) -> int:
         if fault["role"] in ("raylet", "gcs"):
             from ray._private.worker import _global_node
@@ -114,6 +123,7 @@ class Hooks:
 
     def start_role(self, original: Any, ranks: Any, role: str, target: str, *args: Any) -> Any:
         self.faults.pools[role] = ranks
+        self.faults.note_cluster()
         self.faults.order("start", role, "start")
         if role == "actor":
             self.faults.strike("start")
@@ -130,7 +140,16 @@ class Hooks:
             self.faults.strike(phase)
         return pending
 
+    def publish_again(self, original: Any, channel: Any, *args: Any) -> Any:
+        self.faults.is_restoring = True  # of a restart, which is in another phase
+        try:
+            return original(channel, *args)
+        finally:
+            self.faults.is_restoring = False
+
     def start_relay(self, original: Any, ranks: Any, relay: Any, target: Any) -> Any:
+        if self.faults.is_restoring:
+            return original(ranks, relay, target)
         for role, method in IN_TRANSFER.items():
             self.faults.order("transfer", role, method)
         result = original(ranks, relay, target)
@@ -162,6 +181,7 @@ def install(folder: Path, plan: list[dict[str, Any]]) -> None:
     """Let the faults of a plan happen in this process's run."""
     from rlpack.distributed.ranks import RayRanks
     from rlpack.distributed.restartable_pool import RestartablePool
+    from rlpack.distributed.weights import WeightChannel
     from rlpack.distributed.worker_group import WorkerGroup
     from rlpack.recipes.driver import policy_stages
     from rlpack.recipes.driver.session import Session
@@ -171,6 +191,7 @@ def install(folder: Path, plan: list[dict[str, Any]]) -> None:
         (RestartablePool, "start_role", hooks.start_role),
         (RayRanks, "submit", hooks.submit),
         (RayRanks, "_start_relay", hooks.start_relay),
+        (WeightChannel, "publish_again", hooks.publish_again),
         (WorkerGroup, "plan", hooks.plan),
         (policy_stages, "row_advantages", hooks.advantages),
         (Session, "begin_step", hooks.begin_step),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import count
@@ -30,6 +30,8 @@ STEPS = 4
 STEPS_OF_A_LONG_RUN = 40
 # A role's restarts in one run.
 MOST = 3
+# In which order a step reaches the phases; scores and the reference's log-probs are waited for before its advantages.
+IN_A_STEP = ("start", "generate", "score", "plan", "log-probs", "advantages", *PHASES[PHASES.index("update") :])
 
 
 class Runs:
@@ -79,25 +81,42 @@ def batches(chosen: Sequence[Case]) -> Iterator[list[Case]]:
 
 
 def _next(waiting: Sequence[Case]) -> list[Case]:
-    """Return the cases of one role that share the next run, one of its start among them."""
+    """Return the cases of one role that share the next run, one of its start among them, by their steps.
+
+    Those that only the next step notices come last: else the next fault could hit a process that is stopped or dead
+    already, and one restart would be that of both.
+    """
     starts = [case for case in waiting if case.phase == "start"][:1]
-    return [*starts, *[case for case in waiting if case.phase != "start"][: MOST - len(starts)]]
+    others = [case for case in waiting if case.phase != "start"][: MOST - len(starts)]
+    return [*starts, *sorted(others, key=lambda case: IN_A_STEP.index(case.phase))]
 
 
-def table(findings: dict[Case, Finding]) -> str:
-    """Return a Markdown table: for each role, layout and fault, the cells that were as expected, and the slowest."""
-    lines = ["| role | pool | fault | expected | as expected | longest |", "|---|---|---|---|---|---|"]
-    for role in ROLES:
-        for layout in LAYOUTS:
-            for fault in FAULTS:
-                own = {c: f for c, f in findings.items() if (c.role, c.layout, c.fault) == (role, layout, fault)}
-                if own:
-                    good = sum(case.outcome == finding.outcome for case, finding in own.items())
-                    outcomes = ", ".join(sorted({case.outcome for case in own}))
-                    longest = max(finding.seconds for finding in own.values())
-                    shown = "" if outcomes == "unchanged" else f"{longest:.0f} s"
-                    lines.append(f"| {role} | {layout} | {fault} | {outcomes} | {good} of {len(own)} | {shown} |")
+def table(known: Mapping[str, Sequence[Any]]) -> str:
+    """Return a Markdown table of outcomes and seconds, by the cells' names; it has a line for role, layout and fault.
+
+    A cell that was as expected has the seconds until the error was said or, for one that was repeated, those of a
+    restart in its run.
+    """
+    lines = [f"| target | pool | fault | expected | {' | '.join(PHASES)} |", "|---" * (4 + len(PHASES)) + "|"]
+    every = {(case.role, case.phase, case.fault, case.layout): case for case in cases()}
+    for role, layout, fault in dict.fromkeys((case.role, case.layout, case.fault) for case in every.values()):
+        own = [every.get((role, phase, fault, layout)) for phase in PHASES]
+        outcome = next(case.outcome for case in own if case is not None)
+        marks = " | ".join(_mark(case, known) for case in own)
+        lines.append(f"| {role} | {layout} | {fault} | {outcome} | {marks} |")
     return "\n".join(lines)
+
+
+def _mark(case: Case | None, known: Mapping[str, Sequence[Any]]) -> str:
+    """Return what a table says of a cell."""
+    if case is None:
+        return "–"
+    if str(case) not in known:
+        return "?"
+    outcome, seconds = known[str(case)]
+    if outcome != case.outcome:
+        return "**not**"
+    return f"{seconds:.0f}" if outcome in ("error", "repeated") else "ok"
 
 
 def impossible() -> str:
@@ -144,7 +163,8 @@ def main(arguments: Sequence[str]) -> int:
             if options.write is not None:
                 _add(options.write, findings)
     unexpected = [case for case, finding in findings.items() if finding.outcome != case.outcome]
-    sys.stdout.write(f"\n{table(findings)}\n\n{impossible()}\n\n")
+    known |= {str(case): [finding.outcome, finding.seconds] for case, finding in findings.items()}
+    sys.stdout.write(f"\n{table(known)}\n\n{impossible()}\n\n")
     sys.stdout.write(
         f"{len(findings)} of {len(cases())} cells in {time.monotonic() - began:.0f} s, {len(unexpected)} unexpected; "
         f"no run took over {DEADLINE_S:g} s\n"

@@ -1,21 +1,28 @@
 """Run `rlpack train` with a plan of faults, and find out what came of it."""
 
+import fcntl
 import json
+import multiprocessing
+import os
 import secrets
+import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
+from rlpack.observe.run_dir import LOCK
 from tests.end_to_end.commands import MARK, ROOT, Command, _run_command, records, without_times
-from tests.faults.injection import install
+from tests.faults.injection import CLUSTER, install
 from tests.faults.suffering_roles import CLASSES, FOLDER
 from tests.faults.table import Case
 from tests.fork_server import environment, fork_context
@@ -73,11 +80,22 @@ class Finding:
 
 
 @contextmanager
-def started(folder: Path, plan: Sequence[dict[str, Any]], overrides: Sequence[str]) -> Iterator[Command]:
-    """Start a run with a plan of faults; nothing of it outlives the block."""
+def started(
+    folder: Path,
+    plan: Sequence[dict[str, Any]],
+    overrides: Sequence[str],
+    access: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Command]:
+    """Start a run with a plan of faults; nothing of it outlives the block.
+
+    `access` is the environment that a cluster asks for. Ray reads it once, as it is imported: so such a run has a new
+    process, and not one of the fork server's.
+    """
     (folder / "orders").mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(8)
-    variables = environment() | {
+    variables = {
+        **environment(),
+        **access,
         "PYTHONPATH": str(ROOT),
         MARK: mark,
         "WANDB_SILENT": "true",
@@ -85,10 +103,12 @@ def started(folder: Path, plan: Sequence[dict[str, Any]], overrides: Sequence[st
         "OMP_NUM_THREADS": "1",
     }
     words = ["train", f"run_dir={folder / 'run'}", *overrides]
-    process = fork_context().Process(
+    context = multiprocessing.get_context("spawn") if access else fork_context()
+    process = context.Process(
         target=_run, args=(folder, words, [str(ROOT), *sys.path, str(folder)], variables, mark, list(plan))
     )
-    process.start()
+    with patch.dict(os.environ, access):
+        process.start()
     command = Command(folder, folder / "run", process, mark)
     try:
         yield command
@@ -112,7 +132,7 @@ def fired(folder: Path) -> list[dict[str, Any]]:
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
     """Return what of the records depends neither on the clock nor on restarts."""
-    own = ("faults/", "store/")
+    own = ("faults/", "store/", "rollout/repeated_rows")
     return [
         {name: value for name, value in without_times(record).items() if not name.startswith(own)}
         for record in records(run_dir)
@@ -170,6 +190,43 @@ def _text(command: Command) -> str:
         return ""
 
 
+def left_of(command: Command) -> str | None:
+    """Return what is left of a run some seconds after its end, None if nothing is.
+
+    The run's placement groups are those that its GCS has, so none is left once nothing answers in its place.
+    """
+    if processes := command.left_behind(GRACE_S):
+        return f"processes are left: {[' '.join(one.cmdline()[:3]) for one in processes]}"
+    if is_held(command.run_dir / LOCK):
+        return "the run directory is locked"
+    place = command.folder / CLUSTER
+    if place.exists() and answers(place.read_text()):
+        return "the run's GCS answers, which keeps its placement groups"
+    return None
+
+
+def is_held(path: Path) -> bool:
+    """Return whether a process holds an fcntl lock on a file."""
+    try:
+        with path.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def answers(address: str) -> bool:
+    """Return whether a process listens at `host:port`."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int) -> Finding:
     """Run one case whose fault ends the run, and return what came of it."""
     overrides = settings(case.layout, steps)
@@ -179,9 +236,8 @@ def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int) -
         if code is None:
             return Finding(f"it runs after {DEADLINE_S:g} s", text=text)
         happened = fired(folder)
-        left = command.left_behind(GRACE_S)
-        if left:
-            return Finding(f"processes are left: {[' '.join(one.cmdline()[:3]) for one in left]}", text=text)
+        if left := left_of(command):
+            return Finding(left, text=text)
     if not happened:
         return Finding("the fault did not happen", text=text)
     seconds = said - happened[0]["time"]
@@ -221,7 +277,7 @@ def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -
     with started(folder, plan, settings(cases[0].layout, steps)) as command:
         code, _ = wait(command, is_stopped=False, deadline_s=DEADLINE_S + 30.0 * len(cases))
         text = _text(command)
-        left = command.left_behind(GRACE_S)
+        left = left_of(command)
     happened = {one["id"] for one in fired(folder)}
     restarts = restarts_of(folder / "run") if code == 0 else {}
     restarted = {"rollout": "rollout", "reference": "reference", "reward pool": "reward", "judge": "judge"}
@@ -235,7 +291,7 @@ def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -
         elif str(case) not in happened:
             outcome = "the fault did not happen"
         elif left:
-            outcome = f"processes are left: {[' '.join(one.cmdline()[:3]) for one in left]}"
+            outcome = left
         elif not is_same(folder / "run", undisturbed):
             outcome = "other bits than the undisturbed run"
         elif found != wanted:

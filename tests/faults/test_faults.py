@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import Runs, batches
+from tests.faults.matrix import Runs, batches, table
 from tests.faults.table import ACTIVE, FAULTS, PHASES, RANKED, ROLES, cases, expected, reason_against
 
 # One kill of each stateless role, in as many phases: in its own call, between calls, and while it gets weights.
@@ -49,3 +49,25 @@ def test_every_cell_is_in_one_run_and_no_role_is_started_again_too_often_in_one(
         assert len({case.layout for case in run}) == 1
         repeated = [case.role for case in run if case.outcome == "repeated"]
         assert all(repeated.count(role) <= 3 for role in repeated)
+
+
+def test_the_table_of_results_says_of_each_cell_what_came_of_it():
+    known = {
+        "GCS, start, kill, one pool": ["error", 8.6],
+        "GCS, score, kill, one pool": ["exit code 0", 1.0],
+        "driver, plan, kill, one pool": ["resumed", 0.1],
+    }
+    lines = table(known).splitlines()
+    assert "| GCS | one pool | kill | error | 9 | ? | **not** | ? | ? | ? | ? | ? | ? | ? |" in lines
+    assert "| driver | one pool | kill | resumed | ? | ? | ? | ? | ok | ? | ? | ? | ? | ? |" in lines
+    marks = [mark for line in lines[2:] for mark in line.split("|")[5:-1]]
+    assert sum(mark != " – " for mark in marks) == len(cases())
+
+
+def test_a_process_is_called_between_two_faults_of_a_run():
+    """Else the second fault would hit a process that is stopped or dead already."""
+    noticed_late = ("advantages", "update", "transfer", "checkpoint", "evaluation")
+    for run in batches(cases()):
+        for role in ("reference", "judge"):  # whose results a step waits for after its log-probs, and then no more
+            late = [case.phase in noticed_late for case in run if case.role == role and case.outcome == "repeated"]
+            assert late == sorted(late), [str(case) for case in run]
