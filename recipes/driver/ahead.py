@@ -77,6 +77,7 @@ from rlpack.recipes.driver.ahead_checkpoint import (
 )
 from rlpack.recipes.driver.begun_batch import BegunBatch
 from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, draw_groups
+from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
 from rlpack.recipes.driver.late_groups import LateGroups
@@ -282,6 +283,7 @@ class AheadQueue:
         if self._late is not None:
             begun.groups = GroupsByEnd(begun.context)
         draw = partial(self._draw, begun.context, begun.groups)
+        self._session.engine_access.slots.expect(turn_of_batch(begun.context.number))
         begun.call = BackgroundCall(partial(self._draw_in_background, begun.context, draw), name="draw")
 
     def _draw_in_background(self, context: StepContext, draw: Callable[[], BatchedDataDict]) -> BatchedDataDict:
@@ -292,6 +294,8 @@ class AheadQueue:
             if not self._has_ended:
                 logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
             raise
+        finally:
+            self._session.engine_access.slots.expect_no_more(turn_of_batch(context.number))
 
     def _begun(self, number: int, start: int) -> BegunBatch:
         """Return a batch whose draw is about to begin."""

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.engine_load import EngineLoad
+from rlpack.recipes.driver.engine_slots import EngineSlots
 
 # Interval at which waits can be interrupted.
 _LOOK_S = 1.0
@@ -40,6 +41,7 @@ class EngineAccess:
     Attributes:
         epoch: number of publications that have ended; engines that failed were replaced by each.
         load: the rows in flight of all generations.
+        slots: which generation may give rows to which engine.
     """
 
     def __init__(self, *, are_concurrent: bool) -> None:
@@ -51,6 +53,7 @@ class EngineAccess:
         """
         self.epoch = 0
         self.load = EngineLoad()
+        self.slots = EngineSlots(self.load, are_concurrent=are_concurrent)
         self._are_concurrent = are_concurrent
         self._changed = threading.Condition()
         self._numbers: set[int] = set()

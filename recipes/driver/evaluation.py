@@ -140,7 +140,7 @@ def _rewards(
         prompts = split.batch(positions)
         if name and session.config.evaluation.sets[name].reward_function is not None:
             prompts = prompts.union({COLUMN: [name] * len(split)})
-        drawn = DrawnPrompts(prompts, _STEP, positions)
+        drawn = DrawnPrompts(prompts, _STEP, positions, evaluated_during=session.progress.step + 1)
         rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature, step.metrics)
         if session.config.trainer.lead:
             _check_versions(session, step, rollouts)

@@ -6,6 +6,7 @@ Row order never changes: every role returns its rows in the order it got them.
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_slots import Turn, turn_of_batch, turn_of_evaluation
 from rlpack.recipes.driver.router import Router
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -40,11 +42,19 @@ class DrawnPrompts(NamedTuple):
         prompts: the prompts' rows.
         step: number of the step.
         positions: positions in the run's stream of prompts, int64 [prompts]; with the step they seed the samples.
+        evaluated_during: the step that trains while they are evaluated; None for a batch, or if none trains.
     """
 
     prompts: BatchedDataDict
     step: int
     positions: np.ndarray
+    evaluated_during: int | None = None
+
+    @property
+    def turn(self) -> Turn:
+        """Return when their responses are needed."""
+        during = self.evaluated_during
+        return turn_of_batch(self.step) if during is None else turn_of_evaluation(during)
 
 
 class SamplingSession(Protocol):
@@ -181,7 +191,7 @@ def sample_responses(
     prompts["seeds"] = torch.from_numpy(sample_seeds(session.config.seed, drawn, samples).view(np.int64))
     params = _sampling_params(session, temperature)
     if session.config.rollout.engine in STREAMING_ENGINES:
-        return _stream(session, prompts, params, on_part, metrics)
+        return _stream(session, prompts, params, drawn.turn, on_part, metrics)
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
@@ -197,6 +207,7 @@ def _stream(
     session: SamplingSession,
     prompts: BatchedDataDict,
     params: SamplingParams,
+    turn: Turn,
     on_part: OnPart | None,
     metrics: dict[str, float],
 ) -> BatchedDataDict:
@@ -207,16 +218,18 @@ def _stream(
         capacity=session.config.rollout.max_num_seqs,
         access=session.engine_access,
         replace_engines=session.renew_engines,
+        turn=turn,
         call_s=_SHORT_CALL_S if session.config.rollout.publish == "in_flight" else _CALL_S,
     )
     parts: list[BatchedDataDict] = []
     waits = GroupWaits()
-    for ended in router.run(prompts):
-        waits.add(ended.num_rows)
-        given = prompts.select(positions_of(prompts.row_ids, ended.row_ids))
-        parts.append(ended.union(dict(given.drop(["seeds", *(name for name in given if name in ended)]))))
-        if on_part is not None:
-            on_part(parts[-1])
+    with closing(router.run(prompts)) as groups:  # so that it gives up the engines if `on_part` raises
+        for ended in groups:
+            waits.add(ended.num_rows)
+            given = prompts.select(positions_of(prompts.row_ids, ended.row_ids))
+            parts.append(ended.union(dict(given.drop(["seeds", *(name for name in given if name in ended)]))))
+            if on_part is not None:
+                on_part(parts[-1])
     metrics["perf/group_wait_s"] = metrics.get("perf/group_wait_s", 0.0) + waits.mean_s()
     metrics["rollout/repeated_rows"] = metrics.get("rollout/repeated_rows", 0.0) + router.repeated
     batch = BatchedDataDict.concat(parts)

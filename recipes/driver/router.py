@@ -14,7 +14,9 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 1. every group is returned once, whole. It is sent to one engine, so that its prompt is computed once;
 2. a rank gets another group as soon as it has fewer than `capacity` rows in flight, so at most `capacity` - 1 rows and
    that group; the engine itself queues those that it has no room for. A row that ended makes room at once;
-3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
+3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together.
+   Routers that run at the same time share the ranks, those of earlier steps first
+   (`rlpack.recipes.driver.engine_slots`);
 4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. It fails if its
    response can't be used: then it goes to another engine if there is one. It also fails with its engine, which gets no
    more rows, of this generation or another, until it is replaced: before the next generation begins, if that is
@@ -27,7 +29,7 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +40,7 @@ from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_slots import Turn
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
 
@@ -74,6 +77,7 @@ class Router:
         capacity: int,
         access: EngineAccess,
         replace_engines: Callable[[int, bool], bool],
+        turn: Turn = (0, 0),
         call_s: float = 1.0,
     ) -> None:
         """Take the engines.
@@ -82,10 +86,11 @@ class Router:
             group: the rollout role.
             params: how tokens are sampled.
             capacity: rows that an engine runs at once.
-            access: turns of generations and publications, and the engines that failed.
+            access: turns of generations and publications, the engines that failed, and what all routers have in flight.
             replace_engines: starts new engines for those that failed, with the same weights; called with the number of
                 the generation, and whether no engine is left. It returns False if only a publication can do that; if
                 none is left, that is then waited for.
+            turn: which of the routers that run at the same time gets room first.
             call_s: longest wait of a call for rows that end, in seconds: how late a rank with work gets the rows of a
                 failed one, and how long a publication waits.
 
@@ -94,10 +99,10 @@ class Router:
         """
         self.repeated = 0
         self._group, self._params, self._capacity = group, params, capacity
-        self._access, self._replace_engines, self._call_s = access, replace_engines, call_s
+        self._access, self._replace_engines, self._turn, self._call_s = access, replace_engines, turn, call_s
         self._num_starts = group.ranks.num_starts
 
-    def run(self, prompts: BatchedDataDict) -> Iterator[BatchedDataDict]:
+    def run(self, prompts: BatchedDataDict) -> Generator[BatchedDataDict]:
         """Yield whole groups as they end, with the ids of their rows in `prompts`.
 
         Args:
@@ -120,18 +125,10 @@ class Router:
         firsts = np.cumsum(self._left)[:-1]
         self._waiting = deque(rows.tolist() for rows in np.split(np.arange(ids.size), firsts) if rows.size)
         self._ended: BatchedDataDict | None = None  # rows of groups that have not ended
-        self._access.load.queue(self._num_waiting())
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
-        self._tokens_of: Counter[int] = Counter()  # in flight, by rank
-        for rank in self._in_flight:
-            self._access.load.add(rank, 0)
-        try:
-            with self._access.generation() as self._generation:
-                yield from self._run()
-        finally:  # rows are left if a rank failed, or nobody asks for the others
-            for rank, rows in self._in_flight.items():
-                self._access.load.add(rank, -len(rows))
-            self._access.load.queue(-self._num_waiting())
+        share = self._access.slots.share(self._turn, ids.size, self._in_flight, self._capacity)
+        with share as self._share, self._access.generation() as self._generation:
+            yield from self._run()
 
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
@@ -148,6 +145,8 @@ class Router:
                 self._get_engines()
             if not self._access.is_wanted:
                 self._send(calls)
+            if not calls and not self._access.is_wanted:  # other generations have the room, or it is their turn
+                self._share.wait(self._call_s)
             for rank in self._answered(calls) if calls else []:
                 try:
                     ended = calls.pop(rank).pending.result()
@@ -191,12 +190,14 @@ class Router:
     def _send(self, calls: dict[int, _CallUnderWay]) -> None:
         """Add calls to all ranks that have none and have something to do."""
         outboxes = self._assign(free=self._healthy - calls.keys())
-        for rank in self._in_flight:
-            if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
-                try:
+        try:
+            for rank in self._in_flight:
+                if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
                     calls[rank] = self._advance(rank, outboxes[rank])
-                except RanksRestartedError:
-                    return  # the other calls are lost, too
+        except RanksRestartedError:
+            return  # the other calls are lost, too
+        finally:
+            self._share.sent()
 
     def _assign(self, free: set[int]) -> dict[int, list[int]]:
         """Assign waiting rows to ranks that have no call under way, and return the rows of each rank."""
@@ -205,35 +206,27 @@ class Router:
         while self._waiting:
             rows = self._waiting[0]
             avoided = set[int]().union(*(self._avoided.get(row, ()) for row in rows))
-            open_ranks = [
-                rank for rank in free & (healthy - avoided or healthy) if len(self._in_flight[rank]) < self._capacity
-            ]
-            if not open_ranks:
+            rank = self._share.take(free & (healthy - avoided or healthy), len(rows), self._num_tokens(rows))
+            if rank is None:
                 break
-            rank = min(open_ranks, key=lambda rank: (self._tokens_of[rank], rank))
             self._waiting.popleft()
-            self._access.load.queue(-len(rows))
             self._in_flight[rank].update(rows)
-            self._tokens_of[rank] += sum(self._tokens[row] for row in rows)
-            self._access.load.add(rank, len(rows))
             outboxes[rank] += rows
         return outboxes
 
     def _remove(self, rank: int, rows: list[int]) -> None:
         """Note that rows are no longer in flight on a rank."""
         self._in_flight[rank].difference_update(rows)
-        self._tokens_of[rank] -= sum(self._tokens[row] for row in rows)
-        self._access.load.add(rank, -len(rows))
+        self._share.release(rank, len(rows), self._num_tokens(rows))
 
     def _advance(self, rank: int, rows: list[int]) -> _CallUnderWay:
         """Start a call that brings rows to a rank and returns those that end."""
         given = self._prompts.select(np.array(rows, dtype=np.int64))
-        enough = max(1, len(self._in_flight[rank]) - self._capacity + 1) if self._waiting else 0
-        turn = (self._generation, self._access.oldest, self._call_s, enough)
+        given_too = (self._generation, self._access.oldest, self._call_s, self._share.rows_to_room(rank))
         method, answer_s = RolloutWorker.advance, self._call_s + _SLACK_S
         deadline = time.monotonic() + answer_s
         pending = self._group.submit_to(
-            *(rank, method, given, self._params, *turn), of_start=self._num_starts, answer_s=answer_s
+            *(rank, method, given, self._params, *given_too), of_start=self._num_starts, answer_s=answer_s
         )
         return _CallUnderWay(pending, deadline)
 
@@ -284,7 +277,7 @@ class Router:
             by_group.setdefault(int(self._group_of[row]), []).append(row)
         for rows in reversed(by_group.values()):
             self._waiting.appendleft(rows)
-            self._access.load.queue(len(rows))
+            self._share.queue(len(rows))
         for row, failure in list(failures.items())[:1]:
             logger.warning(
                 "role %s, rank %d: %d row(s) are generated again from their seeds, the first one %s: %s",
@@ -299,5 +292,5 @@ class Router:
         """Return the places of rows among the prompts, int64 [B]."""
         return np.array([self._place_of[row_id] for row_id in rows.row_ids.tolist()], dtype=np.int64)
 
-    def _num_waiting(self) -> int:
-        return sum(map(len, self._waiting))
+    def _num_tokens(self, rows: list[int]) -> int:
+        return sum(self._tokens[row] for row in rows)

@@ -5,7 +5,9 @@ Invariants (tests/unit/rollout/test_in_flight.py):
 1. every started row is returned once, answered or failed, unless its generation was abandoned; none is begun a
    second time here, so that the driver counts all repetitions;
 2. rows that ended are returned as soon as the last one of a group has, one has failed, or `enough` of them have;
-3. generations may run at the same time; each is returned its own rows, and abandoning one doesn't affect the others.
+3. generations may run at the same time; each is returned its own rows, and abandoning one doesn't affect the others. A
+   generation that waits makes way for another whose rows are worth an answer: once for each of its answers, so that
+   calls that return nothing don't repeat for as long as the other one doesn't ask.
 """
 
 import time
@@ -89,6 +91,7 @@ class RowsInFlight:
         self._next_key = 0
         self._running: dict[int, _Row] = {}
         self._ended: list[_Ended] = []
+        self._enough: dict[int, int] = {}
 
     def begin(self, rows: BatchedDataDict, params: SamplingParams, generation: int) -> None:
         """Start rows.
@@ -119,6 +122,7 @@ class RowsInFlight:
         for key in keys:
             del self._running[key]
         self._ended = [ended for ended in self._ended if ended.row.begun.generation >= oldest]
+        self._enough = {number: enough for number, enough in self._enough.items() if number >= oldest}
 
     def move_to(self, engine: StreamingEngine) -> None:
         """Use another engine; the rows in flight have failed, and the driver begins them again."""
@@ -138,12 +142,13 @@ class RowsInFlight:
             timeout_s: after this time, in seconds, all that ended are returned, and there may be none.
             enough: so many rows are returned although they complete no group; 0 for no number of rows.
         """
-        deadline = time.monotonic() + timeout_s
-        while self._is_running(generation) and not self._is_worth_it(generation, enough):
-            if (left := deadline - time.monotonic()) <= 0:
+        deadline, self._enough[generation] = time.monotonic() + timeout_s, enough
+        others = set[int]()
+        while self._is_running(generation) and not self._is_worth_it(generation):
+            if (left := deadline - time.monotonic()) <= 0 or any(map(self._is_worth_it, others)):
                 break
-            self._record(self._engine.finished(left))
-        if self._is_running(generation) and self._is_worth_it(generation, enough):
+            others = self._record(self._engine.finished(left)) - {generation}
+        if self._is_running(generation) and self._is_worth_it(generation):
             time.sleep(_COALESCE_S)
             self._record(self._engine.finished(0.0))
         own = [ended for ended in self._ended if ended.row.begun.generation == generation]
@@ -153,17 +158,21 @@ class RowsInFlight:
     def _is_running(self, generation: int) -> bool:
         return any(row.begun.generation == generation for row in self._running.values())
 
-    def _is_worth_it(self, generation: int, enough: int) -> bool:
+    def _is_worth_it(self, generation: int) -> bool:
+        enough = self._enough.get(generation, 0)
         own = [ended for ended in self._ended if ended.row.begun.generation == generation]
         return 0 < enough <= len(own) or any(ended.answer.failure or ended.is_last_of_group for ended in own)
 
-    def _record(self, answers: Sequence[FinishedRow]) -> None:
-        """Note the answers of rows that run; others were abandoned."""
+    def _record(self, answers: Sequence[FinishedRow]) -> set[int]:
+        """Note the answers of rows that run, others were abandoned; return their generations."""
+        generations = set[int]()
         for answer in answers:
             if answer.key in self._running:
                 row = self._running.pop(answer.key)
                 row.begun.left[row.group] -= 1
                 self._ended.append(_Ended(row, answer, has_engine_failed=bool(answer.failure)))
+                generations.add(row.begun.generation)
+        return generations
 
 
 def _columns(ended: Sequence[_Ended]) -> EndedRows:

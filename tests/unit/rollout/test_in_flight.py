@@ -1,9 +1,12 @@
 """Rows of a streaming engine are returned once, as soon as they are worth it."""
 
+import time
+
 import pytest
 import torch
 
 from rlpack.distributed.context import RankContext
+from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.in_flight import EndedRows, RowsInFlight
 from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.usable_responses import usable_responses
@@ -124,6 +127,27 @@ def test_generations_at_the_same_time_get_their_own_rows_sampled_as_they_asked()
     assert generations.logprobs.values.count_nonzero() == 0
     assert int(generations.token_ids.lengths.max()) <= 2
     assert all_rows(rows, 0, 6) == list(range(6))
+
+
+def test_a_generation_that_waits_makes_way_for_one_whose_rows_ended_once(monkeypatch: pytest.MonkeyPatch):
+    source = engine()
+    rows = RowsInFlight(source)
+    rows.begin(ROWS, PARAMS, 0)
+    rows.begin(ROWS.select([0, 1, 2, 3]), PARAMS, 1)
+    assert ids_of(rows.ended(1, 0.0, 1)) == []  # one row makes room for another
+    answers = iter([[6], [7, 8], []])
+
+    def finished(timeout_s: float) -> list[FinishedRow]:
+        time.sleep(min(timeout_s, 0.01))
+        return [FinishedRow(key, source.rows.pop(key), "") for key in next(answers, [])]
+
+    monkeypatch.setattr(source, "finished", finished)
+    assert ids_of(rows.ended(0, 60.0)) == []  # row 0 of the other one ended
+    assert ids_of(rows.ended(0, 60.0)) == []  # rows 1 and 2
+    began = time.monotonic()
+    assert ids_of(rows.ended(0, 0.3)) == []  # nothing, and those three were announced
+    assert time.monotonic() - began >= 0.3
+    assert ids_of(rows.ended(1, 0.0)) == [0, 1, 2]
 
 
 def test_rows_of_an_abandoned_generation_are_forgotten_and_no_other_row_begins_again():

@@ -78,17 +78,21 @@ def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engine
 
 def test_batches_are_sampled_while_earlier_ones_are(tmp_path: Path):
     session = started(tmp_path, steps=30, lead=3)
-    most: list[int] = []
+    most, begun, in_flight = list[int](), list[int](), list[int]()
     group = session.rollout
 
     def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any, **limits: Any) -> Any:
         number, oldest = args[1], args[2]
         most.append(number - oldest)
+        begun.extend(int(uid) // PROMPTS for uid in rows["uid"])
+        in_flight.append(max(session.engine_access.load.in_flight.values()))
         return SimulatedGroup.submit_to(group, rank, method, rows, *args, **limits)
 
     group.submit_to = submit_to
     walk(session, Ledger(), delay_s=2e-3)
     assert max(most) > 0
+    assert begun == sorted(begun), "a row got an engine before one of an earlier batch"
+    assert max(in_flight) <= session.config.rollout.max_num_seqs - 1 + GROUP
 
 
 def test_an_evaluation_shares_the_engines_with_batches_that_were_begun_and_samples_one_version(tmp_path: Path):
