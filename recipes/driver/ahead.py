@@ -11,7 +11,8 @@
 A batch is *started*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step
 of its number. The picture shows `rollout.publish=drain` and a lead of 1. With `rollout.publish=in_flight` there is no
 drain: new weights reach engines while they sample, and responses continue with them. Then a lead of several steps makes
-sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones.
+sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones, and never a later
+batch before an earlier one (`rlpack.recipes.driver.engine_slots`).
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
@@ -31,23 +32,24 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    publication do. Batches that were drawn are not kept: they tend to be those of short responses, and if the others
    got a second chance to be short, responses of a resumed run would be shorter than those of an uninterrupted one.
    What `trainer.late_groups.window` leaves of a batch is held (`rlpack.recipes.driver.late_groups`).
-5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
-   thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
-   role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
-   publication, which replaces them; while the main thread waits for a batch itself, it replaces them. An evaluation
-   can't wait for new weights: once only a publication could replace its engines, it fails. The other threads may wait
-   for room in the object store, which the main thread gives by releasing a step's payloads and its batch: `publish`
-   does so before it waits. A draw that the main thread waits for itself, and that only it could give room, fails at
-   once (`rlpack.distributed.ray_store`).
+5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, for publications, and for
+   slots that threads of earlier batches want, too; the main thread waits for them. They are never waited for by a call
+   that they wait for, because a pool that generates runs no role of the main thread (`rlpack.config.ahead_rules`). If
+   all engines have failed, a thread waits for the next publication, which replaces them; while the main thread waits
+   for a batch itself, it replaces them. An evaluation can't wait for new weights: once only a publication could replace
+   its engines, it fails. The other threads may wait for room in the object store, which the main thread gives by
+   releasing a step's payloads and its batch: `publish` does so before it waits. A draw that the main thread waits for
+   itself, and that only it could give room, fails at once (`rlpack.distributed.ray_store`).
 
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
    it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
    a time. When the evaluation is started, all started batches are drawn (3.), and the next one is started after it,
-   by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn. Neither
-   order adds a publication between the start of a batch and the step that takes it, so the bound stays `lead`. The
-   evaluation waits only for calls of roles, so it ends, and then the draw and the publication that wait for it do.
-   Evaluations before the first step and after the last have no step that trains meanwhile, and are waited for.
+   by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn, of which
+   only that of step n + 1 goes before it. Neither order adds a publication between the start of a batch and the step
+   that takes it, so the bound stays `lead`. The evaluation waits only for calls of roles, so it ends, and then the draw
+   and the publication that wait for it do. Evaluations before the first step and after the last have no step that
+   trains meanwhile, and are waited for.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
