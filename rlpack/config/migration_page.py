@@ -14,8 +14,8 @@ _HEAD = """\
 
 Generated from `rlpack/config/foreign_names.yaml` by `python -m rlpack.config.migration_page`; don't edit it by hand.
 
-The keys of rlpack that do what these names do. `rlpack train` gives the same answers: type a name that you know, and
-the error message says what it is called here. [reference/config.md](reference/config.md) explains every key.
+The tables list the keys of other frameworks and their equivalents in rlpack. `rlpack train` knows them, too: if you use
+one of these names, the error message gives rlpack's. [reference/config.md](reference/config.md) explains every key.
 """
 
 
