@@ -20,7 +20,7 @@ import ray
 
 from tests.faults.suffering_roles import SLOW_S, exceed_memory_limit
 
-# The phase of a call that a rank runs. While an evaluation runs, `generate` and `score` belong to it.
+# The phase of a call that a rank runs. `generate` and `score` of an evaluation's thread belong to the evaluation.
 PHASE_OF = {
     ("rollout", "generate"): "generate",
     ("rollout", "advance"): "generate",  # of engines that hold rows in flight
@@ -45,7 +45,7 @@ class Injection:
     def __init__(self, folder: Path, plan: list[dict[str, Any]]) -> None:
         self.folder, self.plan = folder, plan
         self.pools: dict[str, Any] = {}  # the ranks of each role
-        self.step, self.is_evaluating, self.is_restoring = 0, False, False
+        self.step, self.is_restoring, self.of_thread = 0, False, threading.local()
         self.lock = threading.Lock()
 
     def due(self, phase: str, active: str | None = None) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ class Hooks:
         phase = PHASE_OF.get((call.role, call.method))
         if phase is None:
             return original(ranks, call)
-        phase = "evaluation" if self.faults.is_evaluating else phase
+        phase = "evaluation" if vars(self.faults.of_thread).get("is_evaluating") else phase
         self.faults.order(phase, call.role, call.method)
         pending = original(ranks, call)
         if ANNOUNCES.get(phase, call.role) == call.role:
@@ -169,12 +169,12 @@ class Hooks:
         self.faults.step = number
         return original(session, number)
 
-    def evaluate(self, original: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
-        self.faults.is_evaluating = True
+    def evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.faults.of_thread.is_evaluating = True
         try:
-            return original(session, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
-            self.faults.is_evaluating = False
+            self.faults.of_thread.is_evaluating = False
 
 
 def install(folder: Path, plan: list[dict[str, Any]]) -> None:
@@ -184,6 +184,7 @@ def install(folder: Path, plan: list[dict[str, Any]]) -> None:
     from rlpack.distributed.weights import WeightChannel
     from rlpack.distributed.worker_group import WorkerGroup
     from rlpack.recipes.driver import policy_stages
+    from rlpack.recipes.driver.evaluations import Evaluations
     from rlpack.recipes.driver.session import Session
 
     hooks = Hooks(Injection(folder, plan))
@@ -196,6 +197,7 @@ def install(folder: Path, plan: list[dict[str, Any]]) -> None:
         (policy_stages, "row_advantages", hooks.advantages),
         (Session, "begin_step", hooks.begin_step),
         (Session, "_evaluate", hooks.evaluate),
+        (Evaluations, "_run", hooks.evaluate),
     ):
         function = getattr(owner, name)
         setattr(owner, name, functools.wraps(function)(_around(hook, function)))

@@ -1,21 +1,25 @@
-"""A rank that generates a batch ahead dies: the run ends as if nothing had happened, whatever weights the actor has."""
+"""A rank that generates a batch ahead, or the whole run, is killed: the run ends as if nothing had happened."""
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.runs import SETTINGS, fired, is_same, restarts_of, started, wait
+from tests.faults.runs import GRACE_S, SETTINGS, fired, is_same, restarts_of, started, wait
+from tests.faults.table import PHASES
 
 # `make test-long` runs this.
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.skipif("RLPACK_FAULTS_AHEAD" not in os.environ, reason="three runs of a minute in all"),
+    pytest.mark.skipif("RLPACK_FAULTS_AHEAD" not in os.environ, reason="more than ten runs, of minutes in all"),
 ]
-STEPS = 4
+# A phase in each step but the first, whose checkpoint the second needs, and the last, during which none is generated.
+KILLED_IN = [phase for phase in PHASES if phase != "start"]
+STEPS = len(KILLED_IN) + 2
 AHEAD = (
     *SETTINGS,
     "placement=two_pools",
@@ -25,8 +29,8 @@ AHEAD = (
 )
 
 
-def fault(phase: str, kind: str, step: int, by: str = "order") -> dict[str, Any]:
-    names = {"role": "rollout", "rank": 0, "phase": phase, "fault": kind}
+def fault(phase: str, kind: str, step: int, by: str = "order", role: str = "rollout") -> dict[str, Any]:
+    names = {"role": role, "rank": 0, "phase": phase, "fault": kind}
     return names | {"by": by, "step": step, "id": f"{phase} {kind}"}
 
 
@@ -59,3 +63,19 @@ def test_a_batch_is_generated_again_with_the_weights_that_it_began_with(
     assert restarts_of(disturbed) == {"rollout": 1}
     assert "in generate" in (disturbed / "run.log").read_text()
     assert is_same(disturbed, undisturbed)
+
+
+def test_a_run_that_is_killed_in_every_phase_of_a_step_has_the_bits_of_one_that_nothing_stopped(
+    undisturbed: Path, tmp_path: Path
+):
+    plans = [fault(phase, "kill", step, by="signal", role="driver") for step, phase in enumerate(KILLED_IN, start=2)]
+    for plan in plans:
+        with started(tmp_path, [plan], (*AHEAD, "resume=auto")) as command:
+            code, _ = wait(command, is_stopped=False)
+            assert code == -signal.SIGKILL, command.err[-5000:]
+            assert not command.left_behind(GRACE_S)
+    with started(tmp_path, [], (*AHEAD, "resume=auto")) as command:
+        code, _ = wait(command, is_stopped=False)
+        assert code == 0, command.err[-5000:]
+    assert [one["phase"] for one in fired(tmp_path)] == KILLED_IN
+    assert is_same(tmp_path / "run", undisturbed)
