@@ -12,6 +12,7 @@ from torch import Tensor
 from rlpack.models.inputs import ModelInputs, pack_rows, pad_rows
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import reshard
 
 # Allowed rounding differences from the outputs of other kernels, or of the same on parts of rows, relative to the
 # largest output; a leak, a lost mask or a wrong position is orders of magnitude larger.
@@ -23,6 +24,7 @@ _MAX_TOKENS, _MAX_ATTENTION = 512, 2**20
 def score_together(model: PackedModel, rows: list[Tensor], device: torch.device | str, *, packed: bool) -> list[Tensor]:
     """Return the probe of each row, [L] or [L, d], computed together."""
     outputs = _same(model, model.probe(lay_out(rows, packed=packed).to(device))).cpu()
+    _free_output_layer(model)
     return list(outputs.split([row.shape[0] for row in rows]))
 
 
@@ -36,7 +38,14 @@ def score_alone(model: PackedModel, rows: list[Tensor], device: torch.device | s
         for indices in equal_groups(rows):
             outputs = model.probe_wrapped_model(torch.stack([rows[index] for index in indices]).to(device))
             scored |= zip(indices, _same(model, outputs).cpu(), strict=True)
+            _free_output_layer(model)
     return [scored[index] for index in range(len(rows))]
+
+
+def _free_output_layer(model: PackedModel) -> None:
+    """Free the output layer's gathered weights, which the next forward pass would hold besides its embedding."""
+    if model.reshard_after_forward:
+        reshard(model)
 
 
 def _same(model: PackedModel, outputs: Tensor) -> Tensor:

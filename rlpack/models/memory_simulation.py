@@ -144,6 +144,9 @@ def simulate_update(
                 with live.using("output_layer"):
                     losses[virtual].popleft().backward()
                 live.end_backward()
+        for weight in model.parameters():
+            if weight.grad is not None:  # that of the output layer is complete before the layers' backward pass
+                live.count(local_part(weight.grad), "gradients")
         weights, gradients = live.now["weights"], live.now["gradients"]
         at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
         most = dict(live.most)

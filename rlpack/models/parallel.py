@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rlpack.config.sections.compute import Offload
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
+from rlpack.models.outer_units import shard_outer_modules
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
 from rlpack.models.pipeline_parallel import duplicate_weights
@@ -47,7 +48,7 @@ def shard_model(
     offload: Offload = "none",
     small_bytes: int = 128 * 2**20,
 ) -> None:
-    """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
+    """Shard a model over a mesh in place: decoder layers, embedding and output layer as units, the rest with the root.
 
     A small model is sharded as one unit, and its gathered weights are kept for all microbatches of an optimizer step,
     because gathering a small layer takes longer than computing it. `reshard_after_forward` then has no effect.
@@ -83,8 +84,10 @@ def shard_model(
         # Only this unit has other ranks. Its inputs keep their dtypes: some routers give fp32 weights.
         own = options | {"mesh": expert_mesh, "mp_policy": replace(rules, cast_forward_inputs=False)}
         fully_shard(experts, reshard_after_forward=policy.reshard_after_forward, **own)
-    for layer in [] if is_small else layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+    if not is_small:
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        shard_outer_modules(policy, reshard_after_forward=reshard_after_forward, **options)
     # The root's backward directly follows its forward, so freeing its weights in between would only cost a gather.
     fully_shard(policy, reshard_after_forward=False, **options)
     for module in _sharded_modules(policy):
@@ -124,7 +127,7 @@ def set_gradient_sync(policy: PackedModel, last: bool) -> None:
 
 
 def reshard(policy: PackedModel) -> None:
-    """Free the gathered weights that a forward without a backward leaves at the root.
+    """Free the gathered weights that a forward without a backward leaves at the root and the output layer.
 
     Until then `policy.parameters()` returns the gathered copies: an optimizer built from them would train nothing, and
     a checkpoint would miss the sharded weights.

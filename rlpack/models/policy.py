@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.outer_units import call_gathered
 from rlpack.models.output_map import OutputMap, measure_output_map, run_measured_tokens
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.row_parts import own_places
-from rlpack.models.weight_split import VocabularyPart
+from rlpack.models.weight_split import VocabularyPart, first_rows
 
 
 class TokenScores(NamedTuple):
@@ -122,27 +123,33 @@ class Policy(PackedModel):
         rule = self.output_map
         if rule.hidden_scale != 1.0:
             states = states * rule.hidden_scale
-        weight, bias, vocabulary = self._output_layer(output_head(self.model))
-        return linear_logprobs(
-            # Some models keep the sum over layers, and so the hidden state, in fp32.
-            states.to(weight.dtype),
-            weight,
-            labels,
-            # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
-            temperature=temperature / rule.scale,
-            chunk=self.chunk,
-            softcap=None if rule.softcap is None else rule.softcap / rule.scale,
-            bias=bias,
-            entropy=entropy,
-            part=vocabulary,
-        )
+        head = output_head(self.model)
+
+        def score(states: Tensor) -> tuple[Tensor, Tensor]:
+            weight, bias, vocabulary = self._output_layer(head)
+            return linear_logprobs(
+                # Some models keep the sum over layers, and so the hidden state, in fp32.
+                states.to(weight.dtype),
+                weight,
+                labels,
+                # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
+                temperature=temperature / rule.scale,
+                chunk=self.chunk,
+                softcap=None if rule.softcap is None else rule.softcap / rule.scale,
+                bias=bias,
+                entropy=entropy,
+                part=vocabulary,
+            )
+
+        return call_gathered(head, score, states)
 
     def _output_layer(self, head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
         """Return weight and bias of the logits that are used, or this rank's rows of them and its place."""
         num_logits = self.output_map.num_logits
         if self.weight_split is not None:
             return self.weight_split.output_layer(head, num_logits)
-        return head.weight[:num_logits], None if head.bias is None else head.bias[:num_logits], None
+        bias = None if head.bias is None else first_rows(head.bias, num_logits)
+        return first_rows(head.weight, num_logits), bias, None
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the log-probs of all tokens, [T]."""

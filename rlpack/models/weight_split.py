@@ -115,7 +115,7 @@ class WeightSplit:
         start, stop = self.block(head.out_features)
         most = -(-head.out_features // self.num_ranks)
         rows = max(0, min(stop, num_logits or stop) - start)
-        weight = self.local(head.weight)[:rows]
+        weight = first_rows(self.local(head.weight), rows)
         bias = None if head.bias is None else self.local(head.bias, summands=True)[start : start + rows]
         return weight, bias, VocabularyPart(self.group, start, most)
 
@@ -137,6 +137,16 @@ class WeightSplit:
     def _own_tokens(self, states: Tensor) -> Tensor:
         size = states.shape[1] // self.num_ranks
         return states[:, self.rank * size : (self.rank + 1) * size].contiguous()
+
+
+def first_rows(weight: Tensor, num_rows: int | None) -> Tensor:
+    """Return the first rows of a weight; the weight itself for all, since a slice's gradient is copied once more.
+
+    >>> weight = torch.zeros(3, 2)
+    >>> first_rows(weight, 2).shape, first_rows(weight, None) is weight
+    (torch.Size([2, 2]), True)
+    """
+    return weight if num_rows is None or num_rows >= weight.shape[0] else weight[:num_rows]
 
 
 _Map = Callable[[Tensor], Tensor]
