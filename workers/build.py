@@ -8,7 +8,6 @@ import logging
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +15,12 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import role_compute, role_parallel, runs_packed
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.distributed.meshes import new_mesh
 from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.check_adapters import check_adapters
 from rlpack.models.check_rows import RowLimits
-from rlpack.models.check_split import check_split, score_whole_rows
+from rlpack.models.check_split import TESTED_FAMILIES, Scores, check_split, score_undivided, score_whole_rows
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.compiled_layers import compile_layers
 from rlpack.models.context_parallel import RowSplit
@@ -194,38 +194,48 @@ def _shard_and_check(
 
     Outputs and gradients are compared with transformers' own in fp32: before sharding if every rank holds the whole
     model, after sharding if it is built in parts. Outputs are compared with each other in the compute dtype and with
-    its kernels.
+    its kernels. A model whose experts or layers ranks divide (ep, pp) is compared with the undivided one, unless its
+    family is tested on all layouts or the check is off; if it is built in parts, that reads its weights twice.
     """
     settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
-    whole: list[Tensor] | None = None
+    whole: Scores | None = None
+    packed, vocab_size = runs_packed(config, role), len(tokenizer)
     checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep * layout.pp > 1
     if in_parts is None:
-        _check(model, config, role, device, len(tokenizer), classifier)
-        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
+        _check(model, config, role, device, vocab_size, classifier)
+        whole = score_whole_rows(model, device, vocab_size, packed=packed) if checks_split else None
         divide_weights(model, config, role, context, settings.precision)
     else:
+        undivided: Scores | None = None
+        if checks_split and layout.ep * layout.pp > 1 and model.model.config.model_type not in TESTED_FAMILIES:
+            mesh = new_mesh(context.device, {"dp_shard": context.num_ranks})
+            undivided = score_undivided(
+                model, in_parts, mesh, device, vocab_size, packed=packed, offload=settings.offload
+            )
         in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
         weights_device = "cpu" if settings.offload == "parameters" else device
         in_parts.materialize(divide_weights(model, config, role, context, "fp32"), device, weights_device)
         if isinstance(model, Policy):
             model.measure_outputs()
-        _check(model, config, role, device, len(tokenizer), classifier)
+        if undivided is not None:
+            check_split(model, undivided, device, vocab_size, role=role, packed=packed)
+        _check(model, config, role, device, vocab_size, classifier)
         reshard(model)
         if settings.precision != "fp32":
             share_weights(model, divide_weights(in_precision, config, role, context, settings.precision))
             if isinstance(in_precision, Policy) and isinstance(model, Policy):
                 in_precision.output_map = model.output_map
             model = in_precision
-        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split and layout.cp > 1 else None
+        whole = score_whole_rows(model, device, vocab_size, packed=packed) if checks_split and layout.cp > 1 else None
     share_rows(model, config, role, context)
     if settings.compile:
         model.compiled = compile_layers(model, role)
     if whole is not None:
-        check_split(model, whole, device, len(tokenizer), role=role)
+        check_split(model, whole, device, vocab_size, role=role, packed=packed)
     if settings.isolation_check:
-        packed, longest = runs_packed(config, role), RowLimits.of_role(config, role).longest
-        check_isolation(model, device, len(tokenizer), role=role, packed=packed, longest=longest)
+        longest = RowLimits.of_role(config, role).longest
+        check_isolation(model, device, vocab_size, role=role, packed=packed, longest=longest)
         reshard(model)
     return model
 
