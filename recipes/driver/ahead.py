@@ -77,13 +77,13 @@ from rlpack.recipes.driver.ahead_checkpoint import (
     check_prompts_per_step,
     write_batches,
 )
-from rlpack.recipes.driver.begun_batch import BegunBatch
 from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, draw_groups
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
 from rlpack.recipes.driver.late_groups import LateGroups
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
 from rlpack.safe_files import read_object
@@ -111,8 +111,8 @@ class AheadQueue:
         self._lead, self._max_lag = session.config.trainer.lead, session.config.trainer.max_lag
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
-        self._waiting: deque[BegunBatch] = deque()
-        self._taken: BegunBatch | None = None
+        self._waiting: deque[StartedBatch] = deque()
+        self._taken: StartedBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
         self._has_ended = False
         self._failure: Exception | None = None
@@ -148,7 +148,7 @@ class AheadQueue:
             step.metrics[f"rollout/lag_share/{lag}"] = float((lags == lag).sum() / max(1, lags.numel()))
         return Batch(rollouts, as_scored)
 
-    def _rollouts_of(self, step: StepContext, own: BegunBatch) -> BatchedDataDict:
+    def _rollouts_of(self, step: StepContext, own: StartedBatch) -> BatchedDataDict:
         """Return the scored rollouts that a step trains on, and record their metrics."""
         if self._late is not None:
             return self._late.take(own, step, self._replace_failed_engines)
@@ -162,8 +162,8 @@ class AheadQueue:
         Raises:
             RoleError: drawing one failed.
         """
-        for begun in self._waiting:
-            begun.drawn(self._replace_failed_engines)
+        for started in self._waiting:
+            started.drawn(self._replace_failed_engines)
 
     def publish(self, step: StepContext) -> None:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
@@ -226,20 +226,20 @@ class AheadQueue:
         if not self._in_flight:
             self.drain()
         late = [] if self._late is None else self._late.ended(self._replace_failed_engines)
-        waiting = [(begun, None if self._in_flight else begun.drawn()) for begun in self._waiting]
+        waiting = [(started, None if self._in_flight else started.drawn()) for started in self._waiting]
         write_batches(self._session, folder / FOLDER, [*late, *waiting])
 
     def _take_next(self, step: StepContext) -> None:
         """Make the first waiting batch the taken one; draw it now if none waits."""
         self._release_taken()
-        for begun in self._waiting:
-            if begun.call is None and begun.rollouts is None:  # of a checkpoint, with in_flight
-                self._start(begun)
+        for started in self._waiting:
+            if started.call is None and started.rollouts is None:  # of a checkpoint, with in_flight
+                self._start(started)
         if not self._waiting and not self._draws_ahead:
-            begun = self._begun(step.number, step.progress.prompts_consumed)
+            started = self._new_batch(step.number, step.progress.prompts_consumed)
             with step.timer("wait"):
-                begun.rollouts = begun.context.lease.run(partial(self._draw, begun.context))
-            self._taken = begun
+                started.rollouts = started.context.lease.run(partial(self._draw, started.context))
+            self._taken = started
         else:
             if not self._waiting:
                 self._begin(step.number, step.progress.prompts_consumed)
@@ -276,17 +276,17 @@ class AheadQueue:
 
     def _begin(self, number: int, start: int) -> None:
         """Begin the batch of a step."""
-        begun = self._begun(number, start)
-        self._waiting.append(begun)
-        self._start(begun)
+        started = self._new_batch(number, start)
+        self._waiting.append(started)
+        self._start(started)
 
-    def _start(self, begun: BegunBatch) -> None:
+    def _start(self, started: StartedBatch) -> None:
         """Draw a batch in a separate thread."""
         if self._late is not None:
-            begun.groups = GroupsByEnd(begun.context)
-        draw = partial(self._draw, begun.context, begun.groups)
-        self._session.engine_access.slots.expect(turn_of_batch(begun.context.number))
-        begun.call = BackgroundCall(partial(self._draw_in_background, begun.context, draw), name="draw")
+            started.groups = GroupsByEnd(started.context)
+        draw = partial(self._draw, started.context, started.groups)
+        self._session.engine_access.slots.expect(turn_of_batch(started.context.number))
+        started.call = BackgroundCall(partial(self._draw_in_background, started.context, draw), name="draw")
 
     def _draw_in_background(self, context: StepContext, draw: Callable[[], BatchedDataDict]) -> BatchedDataDict:
         """Return the scored rollouts of a step; the step raises what this raises, and the log has it at once."""
@@ -299,11 +299,11 @@ class AheadQueue:
         finally:
             self._session.engine_access.slots.expect_no_more(turn_of_batch(context.number))
 
-    def _begun(self, number: int, start: int) -> BegunBatch:
+    def _new_batch(self, number: int, start: int) -> StartedBatch:
         """Return a batch whose draw is about to begin."""
         progress = replace(self._session.progress, step=number, prompts_consumed=start)
         lease = self._session.store.lease(f"the batch of step {number}")
-        return BegunBatch(StepContext(number, progress, lease=lease), start)
+        return StartedBatch(StepContext(number, progress, lease=lease), start)
 
     def _draw(self, context: StepContext, groups: GroupsByEnd | None = None) -> BatchedDataDict:
         """Return the scored rollouts of a step; if `groups` is given, add them to it one by one, too."""
@@ -360,18 +360,18 @@ class AheadQueue:
             # The first publication sends the weights that already had this number.
             self._session.rollout_weights.version = document["policy_version"] - 1
             for entry in document["batches"]:
-                begun = self._begun(entry["step"], entry["start"])
+                started = self._new_batch(entry["step"], entry["start"])
                 if entry["is_drawn"]:
-                    begun.context.advance(prompts_consumed=entry["prompts_consumed"])
-                    begun.context.metrics |= entry["metrics"]
+                    started.context.advance(prompts_consumed=entry["prompts_consumed"])
+                    started.context.metrics |= entry["metrics"]
                     rollouts = read_batch(folder / f"step-{entry['step']}")
-                    begun.rollouts = begun.context.lease.run(partial(self._session.store.offload, rollouts))
-                if begun.context.number > self._session.progress.step:
-                    self._waiting.append(begun)
+                    started.rollouts = started.context.lease.run(partial(self._session.store.offload, rollouts))
+                if started.context.number > self._session.progress.step:
+                    self._waiting.append(started)
                 else:
-                    check_late_window(self._session, folder, begun.context.number)
+                    check_late_window(self._session, folder, started.context.number)
                     assert self._late is not None
-                    self._late.restore(begun, entry.get("counts", {}))
+                    self._late.restore(started, entry.get("counts", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"

@@ -12,13 +12,15 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import write_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Config
-from rlpack.recipes.driver.begun_batch import BegunBatch
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.started_batch import StartedBatch
 
 FOLDER, LIST = "ahead", "ahead.json"
 
 
-def write_batches(session: Session, target: Path, batches: Sequence[tuple[BegunBatch, BatchedDataDict | None]]) -> None:
+def write_batches(
+    session: Session, target: Path, batches: Sequence[tuple[StartedBatch, BatchedDataDict | None]]
+) -> None:
     """Write batches into a new folder.
 
     Args:
@@ -41,16 +43,16 @@ def write_batches(session: Session, target: Path, batches: Sequence[tuple[BegunB
         raise CheckpointError(f"the batches drawn ahead could not be written to {target}: {error}") from error
 
 
-def _entry(session: Session, target: Path, begun: BegunBatch, rows: BatchedDataDict | None) -> dict[str, Any]:
+def _entry(session: Session, target: Path, started: StartedBatch, rows: BatchedDataDict | None) -> dict[str, Any]:
     """Write the rows of a batch, if given, and return its entry of the list."""
-    context = begun.context
-    entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": rows is not None}
+    context = started.context
+    entry: dict[str, Any] = {"step": context.number, "start": started.start, "is_drawn": rows is not None}
     if rows is not None:
         write_batch(session.store.fetch(rows), target / f"step-{context.number}")
         entry |= {
             "prompts_consumed": context.progress.prompts_consumed,
             "metrics": context.metrics | context.timer.as_metrics(),
-            "counts": {} if begun.groups is None else begun.groups.counts,
+            "counts": {} if started.groups is None else started.groups.counts,
         }
     return entry
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Mapping
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Trainer
-from rlpack.recipes.driver.begun_batch import BegunBatch
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
 from rlpack.recipes.driver.reward_stages import report_rewards
 from rlpack.recipes.driver.rollout_stages import report_lengths
+from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
 
 # Metrics of a draw: known once its prompts are drawn, and once all responses are.
@@ -51,14 +51,14 @@ class LateGroups:
 
     def __init__(self, trainer: Trainer) -> None:
         """Start without any."""
-        self.batches: list[BegunBatch] = []
+        self.batches: list[StartedBatch] = []
         self._trainer = trainer
-        self._finished: list[BegunBatch] = []
+        self._finished: list[StartedBatch] = []
         self._number = 0
         self._taken: BatchedDataDict | None = None
         self._metrics: dict[str, float] = {}
 
-    def take(self, own: BegunBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
+    def take(self, own: StartedBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
         """Return the rows of a step; a step that is run again gets the same.
 
         Groups have ids of their own, and rows are in the order of the stream of prompts.
@@ -80,7 +80,7 @@ class LateGroups:
         report_rewards(step, self._taken)
         return self._taken
 
-    def restore(self, batch: BegunBatch, counts: Mapping[str, float]) -> None:
+    def restore(self, batch: StartedBatch, counts: Mapping[str, float]) -> None:
         """Take over what a checkpoint holds of a batch: `rollouts`, which the next step takes, and their failures."""
         assert batch.rollouts is not None
         batch.groups = GroupsByEnd(batch.context)
@@ -95,7 +95,7 @@ class LateGroups:
             batch.context.lease.release()
         self._finished.clear()
 
-    def ended(self, while_waiting: Callable[[], None]) -> list[tuple[BegunBatch, BatchedDataDict]]:
+    def ended(self, while_waiting: Callable[[], None]) -> list[tuple[StartedBatch, BatchedDataDict]]:
         """Return what is left of each batch, once all of it has ended; later calls of `take` return it, too.
 
         Raises:
@@ -110,7 +110,7 @@ class LateGroups:
             left.append((batch, rows))
         return left
 
-    def _wait(self, own: BegunBatch, number: int, while_waiting: Callable[[], None]) -> None:
+    def _wait(self, own: StartedBatch, number: int, while_waiting: Callable[[], None]) -> None:
         """Wait for the groups that step `number` can't do without."""
         count, is_last = self._trainer.prompts_per_step, number == self._trainer.steps
         for batch in self.batches:
@@ -123,7 +123,7 @@ class LateGroups:
         share: float = self._trainer.late_groups.share
         return math.floor(share * self._trainer.prompts_per_step + 1e-9)  # 0.29 · 100 is a little less than 29
 
-    def _pop(self, own: BegunBatch, while_waiting: Callable[[], None]) -> tuple[BatchedDataDict, dict[str, float]]:
+    def _pop(self, own: StartedBatch, while_waiting: Callable[[], None]) -> tuple[BatchedDataDict, dict[str, float]]:
         """Return all groups that have ended, and metrics: how many of them are late, how many are left, and others."""
         size, parts, left = self._trainer.prompts_per_step, [], []
         metrics = Counter[str]({"rollout/late_groups": 0.0, "rollout/groups_left": 0.0})

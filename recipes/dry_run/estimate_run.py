@@ -38,7 +38,7 @@ from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offloa
 from rlpack.recipes.dry_run.whole_models import bytes_at_start, model_of
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import misfit
-from rlpack.startup.machine import check_machine
+from rlpack.startup.pool_checks import check_machine
 
 # Memory of a GPU where there is none to ask, as `rlpack plan` assumes.
 ASSUMED_GPU_BYTES = 80_000_000_000

@@ -3,7 +3,7 @@
 import torch
 
 from rlpack.config.schema import Config
-from rlpack.startup.machine import check_machine
+from rlpack.startup.pool_checks import check_machine
 
 
 def check_resources(config: Config) -> None:

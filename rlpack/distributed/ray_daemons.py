@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rlpack.distributed import ray_keeper
+from rlpack.distributed import ray_reaper
 from rlpack.distributed.errors import ClusterError
 from rlpack.distributed.ray_watch import LOOK_S, RayWatch
 from rlpack.distributed.run_token import RunToken
@@ -40,10 +40,10 @@ class RayDaemons(RayWatch):
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._watched: dict[str, subprocess.Popen[bytes]] = {}
         self._stopped: Counter[str] = Counter()  # looks in a row that found it stopped
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         if sys.platform == "linux":
-            command = [sys.executable, "-I", "-S", ray_keeper.__file__, str(os.getpid()), str(token.folder)]
-            self._keeper = subprocess.Popen(
+            command = [sys.executable, "-I", "-S", ray_reaper.__file__, str(os.getpid()), str(token.folder)]
+            self._reaper = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -64,10 +64,10 @@ class RayDaemons(RayWatch):
 
     def _tell(self, line: str) -> None:
         """Pass a line to the script."""
-        if self._keeper is not None and self._keeper.stdin is not None:
+        if self._reaper is not None and self._reaper.stdin is not None:
             with suppress(OSError):
-                self._keeper.stdin.write(os.fsencode(f"{line}\n"))
-                self._keeper.stdin.flush()
+                self._reaper.stdin.write(os.fsencode(f"{line}\n"))
+                self._reaper.stdin.flush()
 
     def watch(self, logs: str, silence_s: float) -> None:
         """Watch the daemons of a Ray that has started, until `stop_watching`.
@@ -126,14 +126,14 @@ class RayDaemons(RayWatch):
         self.stop_watching()
         atexit.unregister(self.stop_watching)
         self.token.remove()
-        if self._keeper is None or self._keeper.stdin is None:
+        if self._reaper is None or self._reaper.stdin is None:
             return
         with suppress(OSError):
-            self._keeper.stdin.close()
+            self._reaper.stdin.close()
         try:
-            self._keeper.wait(timeout=_CLOSE_S)
+            self._reaper.wait(timeout=_CLOSE_S)
         except subprocess.TimeoutExpired:
-            logger.warning("some of Ray's processes have not ended; process %d keeps ending them", self._keeper.pid)
+            logger.warning("some of Ray's processes have not ended; process %d keeps ending them", self._reaper.pid)
 
 
 def _how_it_ended(name: str, process: subprocess.Popen[bytes]) -> str:

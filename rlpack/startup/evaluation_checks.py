@@ -6,9 +6,9 @@ from rlpack.config.schema import Config
 from rlpack.data.hub import ask_hub
 from rlpack.models.errors import ModelError
 from rlpack.startup.dataset_checks import check_held_out, hub_datasets
-from rlpack.startup.machine import check_cluster, check_machine, most_gpus
 from rlpack.startup.model_files import TOKENIZER_FILES, check_model_files, hub_models
 from rlpack.startup.model_settings import check_model_settings
+from rlpack.startup.pool_checks import check_cluster, check_machine, most_gpus
 from rlpack.startup.role_sources import check_role_sources
 
 

@@ -4,9 +4,9 @@ from rlpack.config.schema import Config
 from rlpack.data.hub import ask_hub
 from rlpack.startup.dataset_checks import check_datasets, hub_datasets
 from rlpack.startup.function_sources import check_function_sources
-from rlpack.startup.machine import check_cluster, check_machine, most_gpus
 from rlpack.startup.model_files import check_model_files, hub_models
 from rlpack.startup.model_settings import check_model_settings
+from rlpack.startup.pool_checks import check_cluster, check_machine, most_gpus
 from rlpack.startup.role_sources import check_role_sources
 from rlpack.startup.same_run import check_resumed
 from rlpack.startup.weight_patterns import check_weight_patterns

@@ -1,7 +1,7 @@
 """The driver's side of faults: it notices when a run reaches a phase of a step, and lets the faults of a plan happen.
 
 `install` wraps functions of rlpack in the process that runs the command; the product itself knows nothing of it. A rank
-that runs a method of the phase gets an order (`tests.faults.suffering_roles`); every other process gets a signal. Each
+that runs a method of the phase gets an order (`tests.faults.faulty_roles`); every other process gets a signal. Each
 fault is noted, with its time, in `fired.jsonl`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from tests.faults.suffering_roles import SLOW_S, exceed_memory_limit
+from tests.faults.faulty_roles import SLOW_S, exceed_memory_limit
 
 # The phase of a call that a rank runs. `generate` and `score` of an evaluation's thread belong to the evaluation.
 PHASE_OF = {

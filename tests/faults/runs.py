@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from rlpack.observe.run_dir import LOCK
 from tests.end_to_end.commands import MARK, ROOT, Command, _run_command, records, without_times
+from tests.faults.faulty_roles import CLASSES, FOLDER
 from tests.faults.injection import CLUSTER, install
-from tests.faults.suffering_roles import CLASSES, FOLDER
 from tests.faults.table import Case
 from tests.fork_server import environment, fork_context
 
@@ -48,7 +48,7 @@ SETTINGS = (
     "reward.timeout_s=3",
     "reward.batch_timeout_s=6",
     "placement.start_timeout_s=60",
-    *(f"roles.{role}.target=tests.faults.suffering_roles:{name}" for role, name in CLASSES.items()),
+    *(f"roles.{role}.target=tests.faults.faulty_roles:{name}" for role, name in CLASSES.items()),
 )
 POOLS = {"rollout": "engines", "reference": "frozen", "reward": "rewards", "judge": "judges"}
 

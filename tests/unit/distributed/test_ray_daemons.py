@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpack.distributed import ray_keeper, ray_watch
+from rlpack.distributed import ray_reaper, ray_watch
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import ClusterError
 
@@ -25,7 +25,7 @@ start = daemons.starting(subprocess.Popen)
 # One that has started another, which ignores what asks it to end; and one of another run.
 one = start(["sh", "-c", "trap '' TERM HUP; (trap '' TERM HUP; sleep 300) & exec sleep 300"])
 other = subprocess.Popen(["sleep", "300"], start_new_session=True)
-print(daemons._keeper.pid, one.pid, other.pid, token.folder, flush=True)
+print(daemons._reaper.pid, one.pid, other.pid, token.folder, flush=True)
 if sys.argv[1] == "closes":
     daemons.close()
     print("closed", flush=True)
@@ -39,7 +39,7 @@ def test_what_a_driver_started_ends_with_it_or_when_it_says_so(how):
     assert driver.stdout is not None
     try:
         *pids, folder = driver.stdout.readline().split()
-        keeper, one, other = (psutil.Process(int(pid)) for pid in pids)
+        reaper, one, other = (psutil.Process(int(pid)) for pid in pids)
         ours = [one, *one.children(recursive=True)]
         if how == "is killed":
             driver.send_signal(signal.SIGKILL)
@@ -47,9 +47,9 @@ def test_what_a_driver_started_ends_with_it_or_when_it_says_so(how):
         else:
             assert driver.stdout.readline() == "closed\n"
         deadline = time.monotonic() + 10
-        while not all(is_gone(process) for process in [*ours, keeper]) and time.monotonic() < deadline:
+        while not all(is_gone(process) for process in [*ours, reaper]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert all(is_gone(process) for process in [*ours, keeper])
+        assert all(is_gone(process) for process in [*ours, reaper])
         assert not Path(folder).exists()
         assert other.is_running()
         other.kill()
@@ -69,7 +69,7 @@ logs, last = Path(sys.argv[1]), sys.argv[2]
 daemons = RayDaemons(RunToken())
 daemons.watch(str(logs), 6.0)
 daemons.log_to(logs / "run.log")
-print(daemons._keeper.pid, flush=True)
+print(daemons._reaper.pid, flush=True)
 os._exit(1)
 """
 
@@ -100,10 +100,10 @@ def is_gone(process: psutil.Process) -> bool:
 def test_a_session_whose_id_another_process_has_by_now_is_left_alone():
     other = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:
-        stat = ray_keeper._stat(other.pid)
+        stat = ray_reaper._stat(other.pid)
         assert stat is not None
-        assert list(ray_keeper._members({other.pid: stat[2]})) == [other.pid]
-        assert list(ray_keeper._members({other.pid: stat[2] - 1})) == []
+        assert list(ray_reaper._members({other.pid: stat[2]})) == [other.pid]
+        assert list(ray_reaper._members({other.pid: stat[2] - 1})) == []
     finally:
         other.kill()
         other.wait(10)

@@ -17,7 +17,7 @@ from rlpack.config.schema import Evaluation, Trainer
 from rlpack.data.sampler import step_seed
 from rlpack.distributed.errors import RoleError
 from rlpack.observe.sinks import ResumePoint
-from rlpack.recipes.driver import ahead, begun_batch, evaluation, evaluations
+from rlpack.recipes.driver import ahead, evaluation, evaluations, started_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.evaluations import EnginesOnly
@@ -107,7 +107,7 @@ def records(session: Session) -> list[Record]:
 def publications(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let simulated weights stand in for the transfer of real ones, and look for dead engines often."""
     monkeypatch.setattr(ahead, "sync_weights", lambda session, step: session.rollout_weights.publish(session, step))
-    monkeypatch.setattr(begun_batch, "LOOK_S", 0.005)
+    monkeypatch.setattr(started_batch, "LOOK_S", 0.005)
     monkeypatch.setattr(evaluations, "_LOOK_S", 0.005)
 
 

@@ -20,7 +20,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
-from rlpack.recipes.driver import ahead, begun_batch
+from rlpack.recipes.driver import ahead, started_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.engine_weights import sync_weights
@@ -54,7 +54,7 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
         cast(Weights, session.rollout_weights).publish(session, step)
 
     monkeypatch.setattr(ahead, "sync_weights", publish)
-    monkeypatch.setattr(begun_batch, "LOOK_S", 0.005)
+    monkeypatch.setattr(started_batch, "LOOK_S", 0.005)
 
 
 @pytest.mark.parametrize(("lead", "steps"), [(1, STEPS), (2, STEPS), (3, 2 * STEPS)])

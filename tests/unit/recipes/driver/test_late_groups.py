@@ -14,7 +14,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
-from rlpack.recipes.driver import ahead, begun_batch
+from rlpack.recipes.driver import ahead, started_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.groups_by_end import MOST_THREADS, GroupsByEnd
@@ -35,7 +35,7 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
         cast(Weights, session.rollout_weights).publish(session, step)
 
     monkeypatch.setattr(ahead, "sync_weights", publish)
-    monkeypatch.setattr(begun_batch, "LOOK_S", 0.005)
+    monkeypatch.setattr(started_batch, "LOOK_S", 0.005)
 
 
 def check(ledger: Ledger, steps: int, lead: int, window: int) -> int:

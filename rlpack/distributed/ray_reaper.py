@@ -8,7 +8,7 @@ waits a moment, and kills all processes of these sessions.
 Ray ends a driver without a message if the object store, a part of the raylet, ends while the driver uses it. This
 script finds that in the log that Ray keeps of the driver, and reports it on standard error and in the run's log.
 
-    python -I -S ray_keeper.py DRIVER_PID TOKEN_FOLDER
+    python -I -S ray_reaper.py DRIVER_PID TOKEN_FOLDER
 
 Lines of standard input are ids of sessions, `ray_logs FOLDER`, and `run_log FILE`.
 """

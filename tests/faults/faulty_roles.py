@@ -61,7 +61,7 @@ def exceed_memory_limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _suffering(role: str, role_class: type[Any]) -> type[Any]:
+def _faulty(role: str, role_class: type[Any]) -> type[Any]:
     """Return a role's class, with methods that carry out orders."""
 
     def wrapped(method: Any) -> Any:
@@ -85,7 +85,7 @@ def _suffering(role: str, role_class: type[Any]) -> type[Any]:
         return built
 
     methods: dict[str, Any] = {name: wrapped(getattr(role_class, name)) for name in dispatched_methods(role_class)}
-    name = f"Suffering{role_class.__name__}"
+    name = f"Faulty{role_class.__name__}"
     return type(name, (role_class,), {**methods, "from_settings": classmethod(from_settings), "__module__": __name__})
 
 
@@ -102,15 +102,15 @@ class Judge(Worker):
         return shard.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(shard.num_rows, dtype=torch.bool)})
 
 
-SufferingActorWorker = _suffering("actor", ActorWorker)
-SufferingRolloutWorker = _suffering("rollout", RolloutWorker)
-SufferingReferenceWorker = _suffering("reference", ReferenceWorker)
-SufferingRewardWorker = _suffering("reward", RewardWorker)
-SufferingJudge = _suffering("judge", Judge)
+FaultyActorWorker = _faulty("actor", ActorWorker)
+FaultyRolloutWorker = _faulty("rollout", RolloutWorker)
+FaultyReferenceWorker = _faulty("reference", ReferenceWorker)
+FaultyRewardWorker = _faulty("reward", RewardWorker)
+FaultyJudge = _faulty("judge", Judge)
 CLASSES = {
-    "actor": "SufferingActorWorker",
-    "rollout": "SufferingRolloutWorker",
-    "reference": "SufferingReferenceWorker",
-    "reward": "SufferingRewardWorker",
-    "judge": "SufferingJudge",
+    "actor": "FaultyActorWorker",
+    "rollout": "FaultyRolloutWorker",
+    "reference": "FaultyReferenceWorker",
+    "reward": "FaultyRewardWorker",
+    "judge": "FaultyJudge",
 }

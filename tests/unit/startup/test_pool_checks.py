@@ -4,7 +4,7 @@ import pytest
 
 from rlpack.config.schema import Config, Placement, Pool
 from rlpack.distributed.errors import PlacementError
-from rlpack.startup.machine import check_machine, most_gpus
+from rlpack.startup.pool_checks import check_machine, most_gpus
 
 
 def config(**pool):

@@ -13,7 +13,7 @@ LOOK_S = 1.0
 
 
 @dataclass
-class BegunBatch:
+class StartedBatch:
     """A batch whose draw was started.
 
     Attributes:
