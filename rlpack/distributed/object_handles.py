@@ -130,7 +130,7 @@ def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[
             if left <= interval_s:
                 raise
         logger.warning("objects are not there after %.0f s; asking for them again", time.monotonic() - began)
-        # Receiving a reference asks its owner. Unlike a pickled one, it doesn't keep the object for good.
+        # Receiving a reference asks its owner. Unlike a pickled one, it doesn't keep the object forever.
         refs = ray.get(ray.put(list(refs)), timeout=_RECEIVE_S)
         interval_s *= 2
 
