@@ -7,11 +7,21 @@ from typing import NamedTuple, Self
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, WASTE, despine, sequence_color
+from rlpack.observe.report.plot_style import (
+    BEST,
+    FAINT,
+    GREEDY,
+    LOSS,
+    REWARD,
+    SAMPLED,
+    WASTE,
+    despine,
+    from_zero,
+    sequence_color,
+)
 from rlpack.observe.report.timeline import Timeline, length, union
 from rlpack.observe.trace import DRIVER, ProcessSpans, Values
 
@@ -51,6 +61,11 @@ class EnginePanel(NamedTuple):
         """Return the engines that are drawn: the first few."""
         return dict(islice(self.engines.items(), MOST_ENGINES))
 
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether requests waited, in an engine or in the router."""
+        return any(one.values.get("waiting") for values in (self.queued, *self.shown.values()) for one in values)
+
     def text(self) -> str:
         """Return how fast each engine was while it was busy, for how long it was, and how full its cache got."""
         begin, end = self.timeline.window
@@ -63,12 +78,16 @@ class EnginePanel(NamedTuple):
                 part += f", KV cache at most {max(full):.0%}"
             parts.append(part)
         count = "" if len(self.engines) <= MOST_ENGINES else f" (the first {MOST_ENGINES} of {len(self.engines)})"
-        text = f"The last {len(self.timeline.steps)} steps; requests that run and wait. While busy{count}: "
-        return text + "; ".join(parts) + "."
+        engines = "" if len(self.shown) == 1 else ", stacked by engine"
+        drawn = f"requests that run{' and wait' if self.has_waiting else ''}, and tokens per second{engines}"
+        return f"The last {len(self.timeline.steps)} steps: {drawn}. While busy{count}: {'; '.join(parts)}."
 
 
 def engine_figure(panel: EnginePanel) -> Figure:
-    """Draw requests, tokens per second, and use of the KV cache if known, each engine in one color."""
+    """Draw requests, tokens per second, and use of the KV cache if known, each engine in one color.
+
+    Requests and tokens of engines are stacked, so that none hides another.
+    """
     rows = _rows(panel)
     figure = Figure(figsize=(9.2, 1.0 + 1.25 * len(rows)))
     grid = figure.subplots(len(rows), 1, sharex=True, squeeze=False).ravel()
@@ -76,58 +95,65 @@ def engine_figure(panel: EnginePanel) -> Figure:
     for axes, (label, draw) in zip(grid, rows, strict=True):
         draw(axes)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
         despine(axes)
         for step in panel.timeline.steps:
             axes.axvline((step.begin_us - begin) / 1e6, color=FAINT, linewidth=0.8)
         axes.set_xlim(0, (end - begin) / 1e6)
     grid[-1].set_xlabel("seconds")
     figure.align_ylabels()
-    lines = [Line2D([], [], color=_color(row), label=name) for row, name in enumerate(panel.shown)]
-    queue = [Patch(color=WASTE, label="waiting for any engine")] if panel.queued else []
+    lines = [Patch(color=_color(row), label=name) for row, name in enumerate(panel.shown)]
+    queue = [Patch(color=WASTE, label="waiting for any engine")] if panel.queued and panel.has_waiting else []
     grid[0].legend(handles=[*lines, *queue], loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=9)
     return figure
 
 
 def _rows(panel: EnginePanel) -> list[tuple[str, Callable[[Axes], None]]]:
     """Return label and drawing of each plot, without those that no engine has values for."""
-    begin, all_values = panel.timeline.window[0], [one for values in panel.shown.values() for one in values]
+    begin, engines = panel.timeline.window[0], list(panel.shown.values())
+    colors = [_color(row) for row in range(len(engines))]
 
-    def curves(name: str) -> Callable[[Axes], None]:
+    def stacked(name: str, *below: list[Values]) -> Callable[[Axes], None]:
         def draw(axes: Axes) -> None:
-            for row, values in enumerate(panel.shown.values()):
-                axes.plot(*_steps(values, name, begin), color=_color(row), linewidth=1.5)
+            seconds, heights = step_functions([*below, *engines], name, begin)
+            axes.stackplot(seconds, heights, step="post", colors=[*(WASTE for _ in below), *colors], linewidth=0)
 
         return draw
 
-    def waiting(axes: Axes) -> None:
-        if panel.queued:
-            axes.fill_between(*_steps(panel.queued, "waiting", begin), color=WASTE, linewidth=0)
-        curves("waiting")(axes)
-
     def cache(axes: Axes) -> None:
-        curves("cache")(axes)
+        seconds, heights = step_functions(engines, "cache", begin)
+        for row, (one, color) in enumerate(zip(heights, colors, strict=True)):
+            # Narrower on top, so that equal curves are all visible.
+            axes.plot(seconds, one, drawstyle="steps-post", color=color, linewidth=1.4 + 1.2 * (len(engines) - 1 - row))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
-    rows = [("running", curves("running"))]
-    if panel.queued or any(one.values.get("waiting") for one in all_values):
-        rows.append(("waiting", waiting))
-    rows.append(("tokens/s", curves("tokens/s")))
-    if any("cache" in one.values for one in all_values):
+    rows = [("running", stacked("running"))]
+    if panel.has_waiting:
+        rows.append(("waiting", stacked("waiting", *([panel.queued] if panel.queued else []))))
+    rows.append(("tokens/s", stacked("tokens/s")))
+    if any("cache" in one.values for values in engines for one in values):
         rows.append(("KV cache", cache))
     return rows
 
 
-def _steps(values: Sequence[Values], name: str, begin_us: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds and heights of a step function, which is 0 where nothing was recorded."""
-    points: list[tuple[int, float]] = [(begin_us, 0.0)]
-    for one in values:
-        if one.begin_us > points[-1][0]:
-            points += [(points[-1][0], 0.0), (one.begin_us, 0.0)]
-        height = one.rates().get(name, 0.0)
-        points += [(one.begin_us, height), (one.end_us, height)]
-    points.append((points[-1][0], 0.0))
-    times, heights = np.array(points).T
+def step_functions(series: Sequence[Sequence[Values]], name: str, begin_us: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the heights of several step functions at the same times; 0 where nothing was recorded.
+
+    >>> one = [Values("engine", 0, 2_000_000, {"running": 3.0})]
+    >>> other = [Values("engine", 1_000_000, 2_000_000, {"running": 1.0})]
+    >>> seconds, heights = step_functions([one, other], "running", 0)
+    >>> seconds.tolist(), heights.tolist()
+    ([0.0, 1.0, 2.0, 3.0], [[3.0, 3.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]])
+
+    Returns:
+        seconds since `begin_us`, f64 [n]; heights from each time to the next, f64 [series, n].
+    """
+    times = np.unique([begin_us, *(time for values in series for one in values for time in (one.begin_us, one.end_us))])
+    heights = np.zeros((len(series), times.size))
+    for row, values in enumerate(series):
+        for one in values:
+            first, end = np.searchsorted(times, (one.begin_us, one.end_us))
+            heights[row, first:end] = one.rates().get(name, 0.0)
     return (times - begin_us) / 1e6, heights
 
 

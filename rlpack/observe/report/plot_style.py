@@ -50,6 +50,11 @@ def despine(axes: Axes, *, grid: Literal["x", "y", "both"] = "y") -> None:
     axes.grid(axis=grid, color="#e4e7eb", linewidth=0.8)
 
 
+def from_zero(axes: Axes) -> None:
+    """Begin the y axis at zero, and end it above the highest value."""
+    axes.set_ylim(0, max(axes.dataLim.y1, 0) * 1.08 or 1)
+
+
 def svg(figure: Figure) -> str:
     """Return a figure as SVG text; deterministic, without a date."""
     stream = BytesIO()

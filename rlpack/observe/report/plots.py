@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlpack.observe.metric_table import METRICS
-from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, despine
+from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, despine, from_zero
 from rlpack.observe.text import are_accuracies
 
 Records = Sequence[dict[str, Any]]
@@ -51,16 +51,18 @@ class Series:
         return self.steps.size
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of the last `window` values at each position.
+def running_mean(values: np.ndarray, half: int) -> np.ndarray:
+    """Return the mean of each value, `half` values before it and as many after it.
 
-    >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
-    [1.0, 2.0, 4.0]
+    Near the ends both sides are equally shorter, so the mean neither lags nor leads.
+
+    >>> running_mean(np.array([1.0, 3.0, 8.0, 10.0]), 1).tolist()
+    [1.0, 4.0, 7.0, 10.0]
     """
     sums = np.cumsum(np.concatenate(([0.0], values)))
-    ends = np.arange(1, values.size + 1)
-    starts = np.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    places = np.arange(values.size)
+    sides = np.minimum(half, np.minimum(places, places[::-1]))
+    return (sums[places + sides + 1] - sums[places - sides]) / (2 * sides + 1)
 
 
 def held_out_noun(records: Records) -> str:
@@ -83,9 +85,13 @@ def rewards(records: Records) -> Figure | None:
     axes = figure.add_subplot()
     reward = Series.of(records, "reward/mean", "train")
     if len(reward):
-        axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1, label="reward of a step, training")
-        smooth = running_mean(reward.values, max(1, min(10, len(reward) // 4)))
-        axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label="mean reward, training (running mean)")
+        half = min(5, len(reward) // 8)
+        label = "reward of a step, training"
+        (each,) = axes.plot(reward.steps, reward.values, color=REWARD, linewidth=2.2, label=label)
+        if half:
+            each.set(alpha=0.3, linewidth=1)
+            smooth, label = running_mean(reward.values, half), f"reward, training (mean of {2 * half + 1} steps)"
+            axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label=label)
     for name, label, color, line in held_out_curves(records):
         series = Series.of(records, name, "evaluation")
         if len(series):
@@ -111,7 +117,7 @@ def sft_warmup_loss(records: Records) -> Figure | None:
     axes = figure.add_subplot()
     axes.plot(loss.steps, loss.values, color=LOSS, linewidth=1.6)
     axes.set_ylabel("loss (nats per token)")
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     _format_steps(axes, "warm-up step")
     return figure
 
@@ -127,7 +133,7 @@ def supervised_loss(records: Records) -> Figure | None:
     axes.plot(training.steps, training.values, color=LOSS, linewidth=1.4, alpha=0.6, label="loss of a step, training")
     axes.plot(held_out.steps, held_out.values, "o-", color=SAMPLED, markersize=5, linewidth=1.8, label="held-out loss")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     _format_steps(axes)
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
     return figure
@@ -165,8 +171,8 @@ def time_by_part(records: Records) -> Figure | None:
 
 
 def policy_health(records: Records) -> Figure | None:
-    """Plot the metrics that show a run's health; None if not logged."""
-    curves = {name: series for name in HEALTH if len(series := Series.of(records, name, "train"))}
+    """Plot the metrics that show a run's health, without constant ones; None if nothing is left."""
+    curves = {name: series for name, series in _health(records).items() if not _is_constant(series)}
     if not curves:
         return None
     lines = -(-len(curves) // 2)
@@ -176,11 +182,34 @@ def policy_health(records: Records) -> Figure | None:
         axes.plot(series.steps, series.values, color=REWARD, linewidth=1.5)
         unit = METRICS[name].unit
         axes.set_title(name + ("" if unit == "1" else f" ({unit})"), fontsize=10)
-        axes.ticklabel_format(axis="y", useOffset=False)
+        _format_values(axes, series.values)
         _format_steps(axes)
     for axes in grid[len(curves) :]:
         axes.set_visible(False)
     return figure
+
+
+def health_text(records: Records) -> str:
+    """Return what `policy_health` shows, and the values of the constant metrics, which it leaves out."""
+    constant = [f"{name} {one.values[0]:g}" for name, one in _health(records).items() if _is_constant(one)]
+    text = "Metrics of the policy's training and generation."
+    return f"{text} The same in all steps: {', '.join(constant)}." if constant else text
+
+
+def _health(records: Records) -> dict[str, Series]:
+    return {name: series for name in HEALTH if len(series := Series.of(records, name, "train"))}
+
+
+def _is_constant(series: Series) -> bool:
+    return len(series) > 1 and bool((series.values == series.values[0]).all())
+
+
+def _format_values(axes: Axes, values: np.ndarray) -> None:
+    """Write each tick's whole value: an offset or a power above the axis would collide with the title."""
+    axes.ticklabel_format(axis="y", useOffset=False)
+    peak = np.abs(values).max()
+    if 0 < peak < 1e-3 or peak >= 1e6:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _format_steps(axes: Axes, label: str = "step") -> None:

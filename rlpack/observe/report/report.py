@@ -16,6 +16,7 @@ from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.metric_table import METRICS as METRIC_TABLE
+from rlpack.observe.metric_table import Metric
 from rlpack.observe.report import plots
 from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.packing_picture import packing_picture
@@ -51,16 +52,17 @@ p { margin: 2px 0 14px; color: var(--faint); }
 section { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 18px 22px; margin-top: 18px; }
 .warning { border-left: 4px solid #bf8700; }
 img { display: block; width: 100%; height: auto; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 12px; margin-top: 18px; }
-.card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 18px; }
+.card { flex: 1 1 215px; background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
 .card b { display: block; font-size: 21px; line-height: 1.3; white-space: nowrap; }
 .card span { color: var(--faint); font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--faint); font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 code, pre { font: 13px/1.45 ui-monospace, 'DejaVu Sans Mono', monospace; overflow-wrap: anywhere; }
-.metrics { overflow-x: auto; } .metrics td:nth-child(2) { min-width: 200px; }
-.metrics td:last-child { min-width: 220px; } .metrics code { overflow-wrap: normal; }
+.metrics { overflow-x: auto; } .metrics td:first-child { min-width: 170px; } .metrics code { overflow-wrap: normal; }
+.metrics td:last-child, .metrics th:last-child { min-width: 240px; padding: 5px 0 5px 14px; }
+.metrics tr.phase th { color: var(--ink); padding-top: 16px; }
 pre { white-space: pre-wrap; margin: 2px 0 8px; } details summary { cursor: pointer; font-weight: 600; }
 .sample { border-top: 1px solid var(--line); padding-top: 8px; margin-top: 8px; } .sample span { color: var(--faint); }
 """
@@ -87,9 +89,7 @@ def write_report(run_dir: Path) -> Path:
             _packing_section(run_dir, plans),
             _figure_section("Time by part of a step", "", plots.time_by_part(records)),
             *_timeline_sections(run_dir),
-            _figure_section(
-                "Training health", "Metrics of the policy's training and generation.", plots.policy_health(records)
-            ),
+            _figure_section("Training health", plots.health_text(records), plots.policy_health(records)),
             _figure_section(
                 "Supervised warm-up", "Supervised steps before the first rollout.", plots.sft_warmup_loss(records)
             ),
@@ -207,9 +207,10 @@ def _samples_section(path: Path) -> str:
 
 
 def _metrics_section(records: plots.Records) -> str:
-    """Return a table of each metric's first, last, lowest, mean and highest value."""
+    """Return a table of each metric's first, last, lowest, mean and highest value, phase by phase."""
     rows = []
     for phase in ("train", "evaluation", "sft_warmup"):
+        of_phase = []
         names = dict.fromkeys(name for record in records if record["phase"] == phase for name in record)
         for name in (name for name in names if name not in {"step", "phase", "time_s"}):
             series = plots.Series.of(records, name, phase)
@@ -219,13 +220,13 @@ def _metrics_section(records: plots.Records) -> str:
             values = series.values
             numbers = (values[0], values[-1], values.min(), values.mean(), values.max())
             cells = "".join(f'<td class="n">{number:.4g}</td>' for number in numbers)
-            meaning = _text(f"{metric.description} ({metric.unit})" if metric else "")
-            rows.append(f"<tr><td>{phase}</td><td><code>{_breakable(name)}</code></td>{cells}<td>{meaning}</td></tr>")
+            meaning = _text(_meaning(metric)) if metric else ""
+            of_phase.append(f"<tr><td><code>{_breakable(name)}</code></td>{cells}<td>{meaning}</td></tr>")
+        if of_phase:
+            rows += [f'<tr class="phase"><th>{phase}</th><th colspan="6"></th></tr>', *of_phase]
     heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "mean", "highest"))
-    table = f"<table><tr><th>phase</th><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
-    return (
-        f'<section><details open><summary>All metrics</summary><div class="metrics">{table}</div></details></section>'
-    )
+    table = f"<table><tr><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
+    return f'<section><details><summary>All metrics</summary><div class="metrics">{table}</div></details></section>'
 
 
 def _config_section(config: dict[str, Any]) -> str:
@@ -235,6 +236,10 @@ def _config_section(config: dict[str, Any]) -> str:
         for key, value in flat(config).items()
     )
     return f"<section><details><summary>Configuration</summary><table>{rows}</table></details></section>"
+
+
+def _meaning(metric: Metric) -> str:
+    return metric.description if metric.unit == "1" else f"{metric.description} ({metric.unit})"
 
 
 def _breakable(name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.collections import Collection
 
 from rlpack.cli.main import main
 from rlpack.observe.errors import ReportError
@@ -152,9 +153,38 @@ def test_the_panel_says_how_fast_each_engine_was_while_it_was_busy(run_dir: Path
     assert panel.text().endswith("engines/0 1,000 tokens/s, busy 20%, KV cache at most 50%.")
     figure = engine_figure(panel)
     assert [axes.get_ylabel() for axes in figure.axes] == ["running", "waiting", "tokens/s", "KV cache"]
-    seconds, heights = (np.asarray(of_axis).tolist() for of_axis in figure.axes[2].lines[0].get_data())
-    area = sum((b - a) * h for a, b, h in zip(seconds, seconds[1:], heights, strict=False))
-    assert area == pytest.approx(40)  # the area under tokens per second is the tokens
+    assert area_of(figure.axes[2].collections[0]) == pytest.approx(40)  # under tokens per second: the tokens
+
+
+def corners(collection: Collection) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of a polygon's corners."""
+    (path,) = collection.get_paths()
+    x, y = np.asarray(path.vertices).T
+    return x, y
+
+
+def area_of(collection: Collection) -> float:
+    """Return the area of a polygon, by the shoelace formula."""
+    x, y = corners(collection)
+    return float(abs(x @ np.roll(y, 1) - y @ np.roll(x, 1)) / 2)
+
+
+def test_engines_that_do_the_same_are_all_visible(run_dir: Path):
+    write(run_dir, "b", "engines/0", WINDOWS)
+    write(run_dir, "d", "engines/1", WINDOWS)
+    processes = read_spans(run_dir)
+    timeline = Timeline.of(processes)
+    assert timeline is not None
+    panel = EnginePanel.of(timeline, processes)
+    assert panel is not None
+    assert "tokens per second, stacked by engine." in panel.text()
+    running, *_, cache = engine_figure(panel).axes
+    first, second = running.collections
+    assert area_of(first) == pytest.approx(area_of(second)) != 0
+    tops = [float(corners(one)[1].max()) for one in (first, second)]
+    assert tops == [3.0, 6.0]
+    assert running.get_ylim()[1] > 6.0
+    assert cache.lines[0].get_linewidth() > cache.lines[1].get_linewidth()
 
 
 def test_values_that_reach_over_the_steps_are_cut_and_engines_of_one_kind_have_fewer_plots(run_dir: Path):
@@ -166,6 +196,7 @@ def test_values_that_reach_over_the_steps_are_cut_and_engines_of_one_kind_have_f
     assert panel is not None
     assert panel.text().endswith("engines/0 2,000 tokens/s, busy 5%.")
     assert [axes.get_ylabel() for axes in engine_figure(panel).axes] == ["running", "tokens/s"]
+    assert "requests that run, and tokens" in panel.text()  # nothing waits
     write(run_dir, "b", "engines/0", ENGINE)
     assert EnginePanel.of(timeline, read_spans(run_dir)) is None
 

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
@@ -13,12 +14,13 @@ from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import ReportError
 from rlpack.observe.report import plots
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.observe.report.plots import Series, seconds_by_part
+from rlpack.observe.report.plot_style import SETTINGS
+from rlpack.observe.report.plots import Series, running_mean, seconds_by_part
 from rlpack.observe.report.report import write_report
 from rlpack.observe.report.summary import packing_over_steps, summarize
 from rlpack.observe.run import Run
 from rlpack.observe.sinks import JsonlSink
-from rlpack.packing.batching import Batching
+from rlpack.packing import Batching
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m</pre>&\"'\u202e<img src=http://evil/x>"
 
@@ -49,7 +51,12 @@ def a_run(folder: Path) -> None:
             sink.log(
                 step,
                 "train",
-                {"reward/mean": step / 4, "actor/grad_norm": 1.0, "actor/kl": float("nan"), "time/update_s": 2.0},
+                {
+                    "reward/mean": step / 4,
+                    "actor/grad_norm": 1.0 / step,
+                    "actor/kl": float("nan"),
+                    "time/update_s": 2.0,
+                },
             )
         sink.log(step, "evaluation", {"evaluation/reward_sampled": step / 5, "evaluation/graded_rewards": 0.0})
     sink.close()
@@ -172,13 +179,75 @@ def test_a_mean_reward_is_called_accuracy_only_if_every_reward_is_0_or_1(
 
 
 def test_every_line_of_the_reward_plot_is_named_and_every_plot_of_steps_says_so() -> None:
-    records = [{"step": step, "phase": "train", "reward/mean": 0.5, "actor/loss": 1.0} for step in range(3)]
+    records = [{"step": step, "phase": "train", "reward/mean": 0.5, "actor/loss": float(step)} for step in range(3)]
     rewards, health = plots.rewards(records), plots.policy_health(records)
     assert rewards is not None
     assert health is not None
-    assert len(rewards.axes[0].get_legend().get_texts()) == len(rewards.axes[0].get_lines()) == 2
+    assert len(rewards.axes[0].get_legend().get_texts()) == len(rewards.axes[0].get_lines()) == 1
     shown = [axes for axes in health.axes if axes.get_visible()]
     assert [axes.get_xlabel() for axes in shown] == ["step"]
+    rewards = plots.rewards([records[0] | {"step": step} for step in range(8)])
+    assert rewards is not None
+    assert len(rewards.axes[0].get_legend().get_texts()) == len(rewards.axes[0].get_lines()) == 2
+
+
+def test_the_running_mean_neither_lags_nor_leads() -> None:
+    ramp = np.arange(50) / 50
+    assert running_mean(ramp, 5) == pytest.approx(ramp)
+    peak = np.zeros(50)
+    peak[20] = 1.0
+    assert running_mean(peak, 5) == pytest.approx([1 / 11 if 15 <= place <= 25 else 0.0 for place in range(50)])
+    records = [{"step": step + 1, "phase": "train", "reward/mean": value} for step, value in enumerate(ramp)]
+    figure = plots.rewards(records)
+    assert figure is not None
+    each, mean = (np.asarray(line.get_ydata()) for line in figure.axes[0].get_lines())
+    assert mean == pytest.approx(each)
+
+
+def test_health_metrics_that_never_change_are_a_line_of_text_instead_of_a_plot() -> None:
+    values = [{"packing/waste_ratio": 0.0, "actor/kl": 0.5, "actor/grad_norm": float(step)} for step in range(4)]
+    records = [{"step": step, "phase": "train"} | one for step, one in enumerate(values)]
+    figure = plots.policy_health(records)
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes if axes.get_visible()] == ["actor/grad_norm"]
+    assert plots.health_text(records).endswith("The same in all steps: actor/kl 0.5, packing/waste_ratio 0.")
+    assert plots.policy_health([record | {"actor/grad_norm": 1.0} for record in records]) is None
+    one_step = plots.policy_health(records[:1])
+    assert one_step is not None
+    assert "same in all" not in plots.health_text(records[:1])
+
+
+@pytest.mark.parametrize("scale", [3e-7, 3e-4, 0.3, 3.0, 3e8])
+def test_no_power_or_offset_stands_above_a_health_plot_where_the_title_is(scale: float) -> None:
+    records = [{"step": step, "phase": "train", "rollout/logprob_gap": scale * (1 + step / 100)} for step in range(10)]
+    with matplotlib.rc_context(SETTINGS):
+        figure = plots.policy_health(records)
+        assert figure is not None
+        figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert axes.yaxis.get_offset_text().get_text() == ""
+    low, high = axes.get_ylim()
+    inside = [(tick, text.get_text()) for tick, text in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)]
+    labels = [(tick, text) for tick, text in inside if low <= tick <= high]
+    assert len(labels) > 1
+    assert [float(text) for _, text in labels] == pytest.approx([tick for tick, _ in labels])
+
+
+def test_a_loss_ends_below_the_top_of_its_plot() -> None:
+    records = [{"step": step, "phase": "sft_warmup", "sft_warmup/loss": 4.0 / step} for step in range(1, 9)]
+    figure = plots.sft_warmup_loss(records)
+    assert figure is not None
+    assert figure.axes[0].get_ylim() == pytest.approx((0, 4.32))
+
+
+def test_the_table_of_all_metrics_is_closed_and_names_each_phase_once(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert "<details open" not in page
+    table = page.partition("All metrics")[2].partition("</table>")[0]
+    assert re.findall(r'<tr class="phase"><th>(\w+)</th>', table) == ["train", "evaluation", "sft_warmup"]
+    rows = re.findall(r"<tr>(.*?)</tr>", table)
+    assert {row.count("<td") + row.count("<th") for row in rows} == {7}
 
 
 def test_a_single_value_is_not_shown_as_a_change() -> None:
