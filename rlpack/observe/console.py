@@ -102,6 +102,10 @@ class Console:
         self._output = _Output(highlight=False) if output is None else output
         self.last_printed_at = time.monotonic()
 
+    def is_silent(self) -> bool:
+        """Return whether nothing was printed for 10 s."""
+        return time.monotonic() - self.last_printed_at >= PLAIN_PROGRESS_EVERY_S
+
     def line(self, step: int, phase: LogPhase, metrics: Mapping[str, float], total: int | None = None) -> None:
         """Print the metrics of one step on one line."""
         title = f"{TITLES[phase]} {step}" + (f"/{total}" if total else "")
@@ -131,11 +135,12 @@ class Console:
             self._print(text)
 
     def columns(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print rows of cells, the heads first; all cells but a row's first are aligned to the right."""
+        """Print rows of cells, the heads first; cells are aligned to the right, a row's first and last to the left."""
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-        for number, (label, *cells) in enumerate(rows):
-            aligned = "".join(f"  {cell.rjust(width)}" for cell, width in zip(cells, widths[1:], strict=True))
-            self._print(Text(f"  {label.ljust(widths[0])}{aligned}", style="default" if number else "dim"))
+        for number, (label, *cells, text) in enumerate(rows):
+            aligned = "".join(f"  {cell.rjust(width)}" for cell, width in zip(cells, widths[1:], strict=False))
+            line = f"  {label.ljust(widths[0])}{aligned}  {text}".rstrip()
+            self._print(Text(line, style="default" if number else "dim"))
 
     def show_samples(self, samples: Sequence[Sample], title: str = "samples") -> None:
         """Print rollouts; their text is escaped."""
@@ -152,17 +157,16 @@ class Console:
             self._print(text)
 
     @contextmanager
-    def progress(self, total: float, description: str) -> Iterator[ProgressBar]:
+    def progress(self, total: float, description: str, *, plain: bool = True) -> Iterator[ProgressBar]:
         """Show progress as a bar.
-
-        Outside a terminal, a line is printed after 10 s without output.
 
         Args:
             total: units of work.
             description: a word or two.
+            plain: whether, outside a terminal, a line is printed after 10 s without output.
         """
         if not self._output.is_terminal:
-            yield _PlainProgress(self, total, description)
+            yield _PlainProgress(self, total, description) if plain else _NoProgress()
             return
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
         times = TimeElapsedColumn(), TimeRemainingColumn()
@@ -192,6 +196,13 @@ class _RichProgress:
         self._progress.advance(self._task, amount)
 
 
+class _NoProgress:
+    """Shows nothing, because other lines show the progress."""
+
+    def advance(self, amount: float = 1) -> None:
+        """Do nothing."""
+
+
 class _PlainProgress:
     """Progress as an occasional line, for logs."""
 
@@ -204,7 +215,7 @@ class _PlainProgress:
     def advance(self, amount: float = 1) -> None:
         """Count, and print a line if the last output was long ago."""
         self._done += amount
-        if time.monotonic() - self._console.last_printed_at >= PLAIN_PROGRESS_EVERY_S:
+        if self._console.is_silent():
             self._console.note(f"{self._description}: {self._done:g} of {self._total:g}")
 
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 from rlpack import __version__
 from rlpack.config.redaction import without_secrets
 from rlpack.config.schema import Config
-from rlpack.observe.console import Console, ProgressBar, Sample
+from rlpack.observe.console import TITLES, Console, ProgressBar, Sample
 from rlpack.observe.errors import RunTakenOverError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
@@ -155,7 +155,8 @@ class Run:
         self._write_pending(step, phase)
         total = self._totals.get(phase)
         # Warm-up steps are short and many; printing them all would scroll everything else away.
-        if phase != "sft_warmup" or step in (1, total) or step % max(1, (total or 0) // WARMUP_LINES) == 0:
+        is_due = step in (1, total) or step % max(1, (total or 0) // WARMUP_LINES) == 0
+        if phase != "sft_warmup" or is_due or self._console.is_silent():
             self._console.line(step, phase, record, total)
 
         if phase == "train":
@@ -186,9 +187,9 @@ class Run:
             key = f"time/{name}_s"
             self._times[key] = self._times.get(key, 0.0) + time.perf_counter() - started
 
-    def progress(self, total: float, description: str) -> AbstractContextManager[ProgressBar]:
-        """Show the progress of long work on the console."""
-        return self._console.progress(total, description)
+    def progress(self, total: float, phase: LogPhase) -> AbstractContextManager[ProgressBar]:
+        """Show the progress of a phase's steps on a terminal; elsewhere the lines of `log` show it."""
+        return self._console.progress(total, TITLES[phase], plain=False)
 
     def log_samples(self, samples: Sequence[Sample]) -> None:
         """Print rollouts, and store them for the report with the next `log`."""
@@ -255,13 +256,13 @@ class Run:
         """Write the report and print a summary."""
         # Imported here because matplotlib takes a second, which would delay every start.
         from rlpack.observe.report.report import write_report
-        from rlpack.observe.report.summary import packing_over_steps, summarize
+        from rlpack.observe.report.summary import packing_losses, summarize
 
         path = write_report(self.run_dir)
         records = list(read_records(self.run_dir / METRICS))
         rows = summarize(records, read_plan(self.run_dir / LENGTHS))
         self._console.table([(row.label, row.before or "", row.after) for row in rows])
-        self._console.columns(packing_over_steps(records))
+        self._console.columns(packing_losses(records))
         self._console.note(f"report: {path.absolute()}")
 
     def _close_sinks(self) -> None:

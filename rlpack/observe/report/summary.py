@@ -3,10 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlpack.observe.metric_table import METRICS
 from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Records, Series, held_out_curves
 from rlpack.observe.text import are_accuracies, mean_reward_format
+
+# The metrics of plans that are 0 if nothing is lost, and the mean up to which a loss isn't worth a row.
+PACKING_LOSSES = {
+    "packing/waste_ratio": 0.01,
+    "packing/rank_imbalance": 0.05,
+    "packing/lockstep_overhead": 0.05,
+    "packing/overlong": 0.0,
+    "packing/dropped": 0.0,
+    "packing/truncated_tokens": 0.0,
+    "packing/search_limit_hits": 0.0,
+    "packing/groups_split": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -50,19 +63,18 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     return rows
 
 
-def packing_over_steps(records: Records) -> list[list[str]]:
-    """Return lowest, mean and highest value over the training steps of each metric of plans, below a row of heads.
+def packing_losses(records: Records) -> list[list[str]]:
+    """Return lowest, mean, highest value and meaning of each metric of plans that shows a loss, below a row of heads.
 
-    Without any there are no rows.
+    Without a loss in the training steps there are no rows: the other metrics are in the report alone.
     """
-    names = dict.fromkeys(name for record in records for name in record if name.startswith("packing/"))
-    every = {name: Series.of(records, name, "train").values for name in names}
+    every = {name: Series.of(records, name, "train").values for name in PACKING_LOSSES}
     rows = [
-        [name, *(f"{number:,.4g}" for number in (values.min(), values.mean(), values.max()))]
+        [name, *(f"{number:,.4g}" for number in (values.min(), values.mean(), values.max())), METRICS[name].description]
         for name, values in every.items()
-        if values.size
+        if values.size and values.mean() > PACKING_LOSSES[name]
     ]
-    return [["over training steps", "lowest", "mean", "highest"], *rows] if rows else []
+    return [["over training steps", "lowest", "mean", "highest", ""], *rows] if rows else []
 
 
 def duration(seconds: float) -> str:

@@ -118,6 +118,12 @@ def test_progress_on_a_terminal_is_a_bar_and_lines_go_above_it() -> None:
     assert "a line" in written.getvalue()
 
 
+def test_a_table_aligns_its_numbers_and_ends_with_text() -> None:
+    console, written = screen()
+    console.columns([["", "mean", "highest", ""], ["a name", "1", "20,000", "[b]What it is.[/b]"]])
+    assert written.getvalue().splitlines() == ["          mean  highest", "  a name     1   20,000  [b]What it is.[/b]"]
+
+
 def test_no_samples_show_nothing() -> None:
     console, written = screen()
     console.show_samples([])

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from rich.console import Console as RichConsole
 
-from rlpack.config.schema import Config, Logger, Trainer
+from rlpack.config.schema import Config, Logger, SFTWarmup, Trainer
+from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import RunDirectoryError, RunTakenOverError, SinkError
 from rlpack.observe.run import Run
@@ -75,6 +76,38 @@ def test_a_resumed_run_and_one_that_is_over_are_not_warned_of(tmp_path: Path, ca
         for step in (3, 4):
             run.log(step, flat())
     assert "learning signal" not in caplog.text
+
+
+def test_a_slow_warm_up_shows_its_steps_as_lines_like_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    printed = io.StringIO()
+    config = Config(sft_warmup=SFTWarmup(steps=500))
+    with (
+        Run.start(config, tmp_path, console=Console(RichConsole(file=printed, width=200))) as run,
+        run.progress(500, "sft_warmup") as bar,
+    ):
+        for step in range(1, 51):
+            clock[0] += 12.0 if step == 30 else 0.1
+            run.log(step, {"sft_warmup/loss": 1.0}, phase="sft_warmup")
+            bar.advance()
+        lines = printed.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/500", "25/500", "30/500", "50/500"]
+    assert all(line.split() == ["warm-up", line.split()[1], "loss", "1.000"] for line in lines)
+
+
+@pytest.mark.parametrize("waste", [0.0, 0.3])
+def test_the_final_table_has_metrics_of_plans_only_where_something_is_lost(tmp_path: Path, waste: float) -> None:
+    printed = io.StringIO()
+    with Run.start(Config(), tmp_path, console=Console(RichConsole(file=printed, width=200))) as run:
+        for step in (1, 2):
+            run.log(step, {"reward/mean": 0.5, "packing/waste_ratio": waste, "packing/bin_utilization": 0.2})
+    end = printed.getvalue().partition("mean reward")[2].splitlines()
+    row = "  packing/waste_ratio     0.3   0.3      0.3  Token slots that hold no real token."
+    assert [line for line in end if "packing/" in line] == ([row] if waste else [])
+    assert "report:" in end[-1]
 
 
 def test_timers_add_up_until_the_next_log(tmp_path: Path) -> None:
