@@ -11,6 +11,7 @@ The random numbers of a response depend only on the seed, the prompt's position 
 evaluation of a run. A kill costs at most the part in progress.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -46,6 +47,8 @@ from rlpack.observe.evaluation.evaluation_dir import (
 from rlpack.observe.evaluation.evaluation_results import (
     PromptRewards,
     by_prompt,
+    page_sources,
+    page_title,
     result_lines,
     result_notes,
     results_document,
@@ -133,7 +136,9 @@ def _generate(
         names = started_roles(config)
         rollout = config.rollout
         console.note(f"starting the roles {', '.join(names)}; {rollout.engine} generates in {rollout.dtype}")
+        began = time.perf_counter()
         groups = start_roles(cluster, config, names, (config, tokenizer))
+        console.note(f"the roles are ready after {time.perf_counter() - began:.1f} s")
         (held_out,) = cache_splits(cluster.store, tokenizer, prompts)
         session = EvaluationSession(config, tokenizer, held_out, groups, cluster.store)
         bar = stack.enter_context(console.progress(sum(map(len, parts)), "prompts"))
@@ -168,9 +173,9 @@ def _report(
     )
     write_json(output / RESULTS, document)
     lines, notes = result_lines(document), result_notes(document)
-    title = f"{evaluated['checkpoint'] or evaluated['model']} on {evaluated['data']}"
     prompts = by_prompt(file.rows(), layout.rows_per_prompt)
-    write_samples_page(output / PAGE, title, lines, notes, prompts, of_rows)
+    of_page = [page_sources(document), *notes]
+    write_samples_page(output / PAGE, page_title(document), lines, of_page, prompts, of_rows)
     for line in table(["mean over prompts", "value", "95 % interval"], lines).splitlines():
         console.note(line)
     for note in (*notes, *(f"{name}: {output / name}" for name in (RESULTS, ROWS, PAGE))):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,28 @@ def results_document(
     }
 
 
+def page_title(document: dict[str, Any]) -> str:
+    """Return what was evaluated in a few words: of paths, only the last parts.
+
+    >>> page_title({"checkpoint": "/home/me/runs/mine/checkpoints/train/step-7", "data": "/home/me/prompts.jsonl"})
+    'mine, step 7, on prompts.jsonl'
+    >>> page_title({"checkpoint": None, "model": "Qwen/Qwen3-0.6B", "data": "arithmetic"})
+    'Qwen/Qwen3-0.6B on arithmetic'
+    """
+    data = Path(document["data"]).name
+    if document["checkpoint"] is None:
+        return f"{'/'.join(Path(document['model']).parts[-2:])} on {data}"
+    checkpoint = Path(document["checkpoint"])
+    phase = "warm-up step" if checkpoint.parent.name == "sft_warmup" else "step"
+    return f"{checkpoint.parents[2].name}, {phase} {checkpoint.name.removeprefix('step-')}, on {data}"
+
+
+def page_sources(document: dict[str, Any]) -> str:
+    """Return the full paths, or names, of model and data."""
+    name = "model" if document["checkpoint"] is None else "checkpoint"
+    return f"{name} {document[name]}; split {document['split']} of {document['data']}"
+
+
 def result_lines(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the rows of the table that is printed: name, value, interval."""
     return [
@@ -158,9 +181,12 @@ def result_lines(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def result_notes(document: dict[str, Any]) -> list[str]:
-    """Return the lines below the table: how votes and passes were counted, and what was left out."""
+    """Return the lines below the table: how many responses there are, how votes and passes were counted, and so on."""
     threshold, without = document["passes_from_reward"], document["responses_without_reward"]
-    notes = [f"majority vote by {document['majority_vote_by']}"]
+    prompts, samples, responses = document["prompts"], document["samples"], document["responses"]
+    greedy = f" and {responses - prompts * samples:,} greedy ones" if responses > prompts * samples else ""
+    notes = [f"{responses:,} responses: {prompts:,} prompts × {samples} samples{greedy}"]
+    notes.append(f"majority vote by {document['majority_vote_by']}")
     notes.append(
         f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes if its reward is at least {threshold:g}"
     )

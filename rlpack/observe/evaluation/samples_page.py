@@ -162,9 +162,9 @@ def _prompt(rows: Sequence[SampleRow], filters: Sequence[RewardFilter]) -> str:
     first = rows[0]
     parts = [(_classes(row, filters), row) for row in rows]
     all_classes = " ".join(dict.fromkeys(name for name, _ in parts))
-    head = f"prompt {first.prompt_index} · {first.uid}" + (
-        f" · answer {first.answer}" if first.answer is not None else ""
-    )
+    # A uid that rlpack made has the number already.
+    number = "" if first.uid.endswith(f"-{first.prompt_index}") else f"{first.prompt_index} · "
+    head = f"prompt {number}{first.uid}" + (f" · answer {first.answer}" if first.answer is not None else "")
     responses = "".join(
         f'<div class="r x {name}"><span>{" · ".join(_facts(row))}</span><pre>{_block(row.response)}</pre></div>'
         for name, row in parts

@@ -7,6 +7,8 @@ from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.observe.evaluation.evaluation_results import (
     PromptRewards,
     by_prompt,
+    page_sources,
+    page_title,
     result_lines,
     result_notes,
     results_document,
@@ -96,10 +98,39 @@ def test_missing_rewards_leave_rewards_of_0_and_1_with_a_pass_at_k():
 def test_the_table_names_the_number_of_samples_and_how_votes_are_counted():
     document = document_of(collected([0.5, 0.5]), Evaluate(samples=2))
     assert [name for name, _, _ in result_lines(document)] == ["mean reward", "best of 2", "majority vote"]
-    assert result_notes(document)[:2] == [
+    assert result_notes(document)[:3] == [
+        "2 responses: 1 prompts × 2 samples",
         "majority vote by exact text",
         "pass@k: undefined: rewards are not all 0 or 1; set evaluate.threshold",
     ]
+
+
+def test_the_number_of_responses_is_explained():
+    rewards = collected([1.0, 0.0], [0.0, 0.0], [1.0, 1.0], greedy=[0.0, 1.0, 1.0])
+    document = document_of(rewards, Evaluate(samples=2))
+    assert document["responses"] == 9
+    assert result_notes(document)[0] == "9 responses: 3 prompts × 2 samples and 3 greedy ones"
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "title", "sources"),
+    [
+        (
+            {"checkpoint": "/a/runs/mine/checkpoints/sft_warmup/step-7", "model": None, "data": "/a/p.jsonl"},
+            "mine, warm-up step 7, on p.jsonl",
+            "checkpoint /a/runs/mine/checkpoints/sft_warmup/step-7; split test of /a/p.jsonl",
+        ),
+        (
+            {"checkpoint": None, "model": "/a/runs/mine/model", "data": "org/name"},
+            "mine/model on name",
+            "model /a/runs/mine/model; split test of org/name",
+        ),
+    ],
+)
+def test_the_page_is_titled_by_run_and_step_and_names_the_full_paths_below(evaluated, title, sources):
+    document = evaluated | {"split": "test"}
+    assert page_title(document) == title
+    assert page_sources(document) == sources
 
 
 def test_more_prompts_make_narrower_intervals():

@@ -88,6 +88,11 @@ def test_the_filter_hides_what_a_choice_does_not_hold_and_prompts_without_any(tm
     assert classes == [["x", "c0", "c1"], ["r", "x", "c0"], ["r", "x", "c1"], ["x", "c1"], ["r", "x", "c1"]]
 
 
+def test_a_prompt_is_named_by_its_number_once(tmp_path):
+    text = page_of(tmp_path, [sample_row(0, 0, uid="validation-0")], [sample_row(1, 0, uid="algebra/17")])
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["prompt validation-0 · answer 2", "prompt 1 · algebra/17 · answer 2"]
+
+
 def test_a_page_of_many_prompts_ends_with_the_number_that_it_leaves_out(tmp_path, monkeypatch):
     monkeypatch.setattr(samples_page, "MOST_CHARACTERS", 1000)
     text = page_of(tmp_path, *([sample_row(number, 0, response="x" * 300)] for number in range(9)))
