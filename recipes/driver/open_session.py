@@ -1,6 +1,7 @@
 """Open a session: check everything, start the roles, continue from a checkpoint; shut all of it down at the end."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,8 +74,8 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         if loaded is not None:
             check_records(directory, loaded.state["records"])
         names = started_roles(config)
-        run.note(f"starting the roles {', '.join(names)}")
-        groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
+        with _timing_start(run, names):
+            groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
         performance = PerformanceMeter.start(config, groups, model)
         train, test, *others = cache_splits(cluster.store, tokenizer, prompts, held_out, *sets.values())
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
@@ -91,6 +92,15 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
             session.checkpoints.finish()
         session.stop_if_interrupted()
         export_models(session)
+
+
+@contextmanager
+def _timing_start(run: Run, names: list[str]) -> Iterator[None]:
+    """Print which roles are started, and after how many seconds they are ready."""
+    run.note(f"starting the roles {', '.join(names)}")
+    began = time.perf_counter()
+    yield
+    run.note(f"the roles are ready after {time.perf_counter() - began:.1f} s")
 
 
 @contextmanager

@@ -139,10 +139,20 @@ def test_held_out_rollouts_are_kept_and_shown(run):
     assert samples[-1]["completion"] in run.out
 
 
+def test_the_console_says_when_the_roles_are_ready_and_shows_nothing_but_steps_after_that(run):
+    start, _, after = run.out.partition("the roles are ready after ")
+    assert start.endswith("starting the roles actor, reference, rollout, reward\n")
+    assert re.match(r"\d+\.\d s\n", after)
+    before_training = after.partition("evaluation 0")[0].splitlines()[1:]
+    assert all(line.startswith(("warm-up ", "role reward scored")) for line in before_training), before_training
+    assert "sft_warmup" not in run.out
+
+
 def test_the_console_ends_with_what_the_run_came_to(run):
     end = run.out[run.out.index("model written to") :]
     assert "mean reward, first and last step" in end
     assert "held-out accuracy, sampled" in end
+    assert "packing/" not in end  # nothing was lost
     assert end.rstrip().endswith(f"report: {run.run_dir / 'report.html'}")
 
 
