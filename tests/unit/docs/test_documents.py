@@ -3,12 +3,14 @@
 import ast
 import importlib
 import json
+import math
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlpack.cli.evaluate import _without_effect, parser
@@ -17,6 +19,7 @@ from rlpack.cli.serve_request import parser as serve_parser
 from rlpack.cli.serve_request import vllm_arguments
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.observe.report.plan_record import PlanRecord
+from rlpack.observe.sinks import JsonlSink
 from rlpack.packing import Batching
 from rlpack.testing import check_role, contracts
 
@@ -156,6 +159,25 @@ def test_python_blocks_compile_and_the_readmes_run():
         tree = ast.parse(text)
         if name == "README.md":
             exec(compile(tree, name, "exec"), {})
+
+
+def test_the_guide_reads_metrics_as_they_were_logged(tmp_path, monkeypatch, capsys):
+    (snippet,) = (text for name, text in blocks("python") if name == "docs/guide.md" and "read_json" in text)
+    monkeypatch.chdir(tmp_path)
+    Path("runs/mine").mkdir(parents=True)
+    sink = JsonlSink(Path("runs/mine/metrics.jsonl"))
+    for step, reward in ((1, 0.25), (2, math.nan), (3, 0.75)):
+        sink.log(step, "train", {"reward/mean": reward, "time/step_s": 2.0 * step, "actor/kl": math.inf})
+    sink.log(3, "evaluation", {"evaluation/reward_greedy": 0.5})
+    sink.close()
+    names = {}
+    exec(compile(ast.parse(snippet), "docs/guide.md", "exec"), names)
+    steps = names["steps"]
+    assert list(steps.index) == [1, 2, 3]
+    assert set(steps.columns) == {"phase", "time_s", "reward/mean", "time/step_s", "actor/kl"}
+    np.testing.assert_array_equal(steps["reward/mean"].to_numpy(), [0.25, math.nan, 0.75])
+    assert (steps["actor/kl"] == math.inf).all()
+    assert "4.0" in capsys.readouterr().out  # the mean of time/step_s
 
 
 def test_the_roles_of_the_roles_page_keep_their_contracts_and_its_tests_pass(tmp_path, monkeypatch):
