@@ -143,7 +143,7 @@ def test_the_console_says_when_the_roles_are_ready_and_shows_nothing_but_steps_a
     start, _, after = run.out.partition("the roles are ready after ")
     assert start.endswith("starting the roles actor, reference, rollout, reward\n")
     assert re.match(r"\d+\.\d s\n", after)
-    before_training = after.partition("evaluation 0")[0].splitlines()[1:]
+    before_training = after.partition("\nsamples\n")[0].splitlines()[1:]
     assert all(line.startswith(("warm-up ", "role reward scored")) for line in before_training), before_training
     assert "sft_warmup" not in run.out
 
