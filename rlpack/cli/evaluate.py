@@ -15,8 +15,9 @@ from hydra.errors import HydraException
 
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.cli.environment import check_environment
+from rlpack.cli.failed_run import print_failure, report_failure
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
-from rlpack.cli.train import print_failure, report_failure, run
+from rlpack.cli.train import run
 from rlpack.config.compose import compose, compose_evaluation, groups
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, root_key, unknown_key_problem

@@ -28,7 +28,8 @@ def suggest(arguments: Sequence[str]) -> int:
     """Print suggestions for the configuration of the overrides, and return the exit code: 0 if anything fits."""
     # Composing imports Hydra, which the other planning commands don't need.
     from rlpack.cli.environment import check_code
-    from rlpack.cli.train import compose_jobs, report_failure
+    from rlpack.cli.failed_run import report_failure
+    from rlpack.cli.train import compose_jobs
     from rlpack.startup.first_checks import check_first
 
     try:

@@ -1,0 +1,53 @@
+"""The error that ends a command: its message and its exit code."""
+
+import os
+import traceback
+
+from rlpack.batch.errors import DataError
+from rlpack.cli.error_text import print_error
+from rlpack.observe.errors import StandardOutputClosedError
+from rlpack.run_log import current_log
+
+RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
+_OWN_PACKAGES = ("rlpack.",)
+
+
+def report_failure(error: Exception, command: str = "train") -> int:
+    """Print the error that ended a run, unless it has been printed, and return its exit code."""
+    run_log = current_log()
+    if run_log is None:
+        print_failure(error, command)
+    else:
+        run_log.record_failure(error)
+    if isinstance(error, DataError):
+        return DATA_WRONG if _place_in_user_code(error) is None else RUN_FAILED
+    return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED
+
+
+def print_failure(error: BaseException, command: str = "train") -> None:
+    """Print an error, with a traceback if it isn't ours, and where the logs are; a closed pipe ends the run quietly."""
+    if isinstance(error, StandardOutputClosedError):
+        return
+    if not _is_ours(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    else:
+        place = _place_in_user_code(error)
+        print_error(command, str(error) if place is None else f"{place}: {error}")
+    run_log = current_log()
+    if run_log is not None and (places := run_log.places()):
+        print_error(command, places)
+
+
+def _place_in_user_code(error: BaseException) -> str | None:
+    """Return the line of a user's own module, such as a recipe, that misused a batch; None for any other error."""
+    frames = list(traceback.walk_tb(error.__traceback__)) if isinstance(error, DataError) else []
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
+    callers = [index for index, name in enumerate(names) if not f"{name}.".startswith("rlpack.batch.")]
+    if not callers or callers[-1] == len(frames) - 1 or f"{names[callers[-1]]}.".startswith(_OWN_PACKAGES):
+        return None
+    frame, line = frames[callers[-1]]
+    return f"{os.path.relpath(frame.f_code.co_filename)}, line {line}, in {frame.f_code.co_name}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    return any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)

@@ -1,0 +1,40 @@
+"""The exit code and the message of the error that ends a command."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.cli.failed_run import DATA_WRONG, RUN_FAILED, report_failure
+from rlpack.data.length_files import read_lengths
+from tests.builders import tiny_rollouts
+
+RECIPE = '''def draw(rollouts):
+    """Add a column that the batch has."""
+    return rollouts.union({"uid": rollouts["uid"]}).union(rollouts)
+'''
+
+
+def test_a_users_own_module_that_misuses_a_batch_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own_recipe_draw.py").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import own_recipe_draw  # pyright: ignore[reportMissingImports]
+
+    with pytest.raises(DataError) as raised:
+        own_recipe_draw.draw(tiny_rollouts([(2, 3)]))
+    assert report_failure(raised.value) == RUN_FAILED
+    heard = capsys.readouterr().err
+    assert heard.startswith("rlpack train: own_recipe_draw.py, line 3, in draw: columns ['")
+    del sys.modules["own_recipe_draw"]
+
+
+def test_wrong_data_have_their_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "lengths.txt").write_text("1\nmany\n")
+    with pytest.raises(DataError) as raised:
+        read_lengths(tmp_path / "lengths.txt")
+    assert report_failure(raised.value) == DATA_WRONG
+    assert "line" not in capsys.readouterr().err.partition(":")[0]
