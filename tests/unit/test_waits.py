@@ -44,7 +44,9 @@ BOUNDED = {
         "rlpack/distributed/worker_group.py: pending.result()",
         "recipes/driver/evaluation.py: pending.result()",
         "recipes/driver/performance.py: self.peaks[role].result()",
+        "recipes/driver/policy_stages.py: kl.result()",
         "recipes/driver/policy_stages.py: pending.result()",
+        "recipes/driver/policy_stages.py: step.pending_kl.result()",
         "recipes/driver/reward_stages.py: pending.result()",
         "recipes/driver/engine_restarts.py: rollout.ranks.submit(call).result()",
         "recipes/driver/router.py: calls.pop(rank).pending.result()",
@@ -52,6 +54,10 @@ BOUNDED = {
         "rlpack/testing/local_ranks.py: self.submit(Call(role, method, [args] * self.num_ranks, {})).result()",
         "rlpack/testing/local_ranks.py: "
         "self.submit(Call(role, method, [(value, *args)] * self.num_ranks, {})).result()",
+    },
+    "the second argument is the timeout": {
+        "recipes/driver/engine_slots.py: self._slots._changed.wait_for(lambda: self._slots._num_changes != self._seen, "
+        "timeout_s)",
     },
     "a call to vLLM, which has its deadline from its start": {
         "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, deadline, what).result()",
