@@ -163,6 +163,7 @@ FIGURES: Mapping[str, Callable[[str], str]] = MappingProxyType(
         ),
         "memory": lambda results: f"{number(results, 'naive/rlpack:'):.0f} ×",
         "trl": lambda results: f"{_ratio(results, 'TRL pack_dataset, bfd'):.0f} ×",
+        "trl_sft": lambda results: f"{_sft_ratio(results):.2f} ×",
         "verl": lambda results: f"{_ratio(results, 'verl get_seqlen_balanced_partitions'):.0f} ×",
     }
 )
@@ -173,6 +174,14 @@ def _second_cell(results: str, row: str) -> float:
     match = re.search(rf"^\| {re.escape(row)}[^|]*\|[^|]*\| ([\d.]+) s", results, re.MULTILINE)
     if match is None:
         raise LookupError(f"{RESULTS.name} has no row {row!r}")
+    return float(match[1])
+
+
+def _sft_ratio(results: str) -> float:
+    """Return how many times as many tokens as TRL's SFTTrainer rlpack trains on per second."""
+    match = re.search(r"TRL's faster way [\d,]+: ([\d.]+) \(at least 1\.2\)", results)
+    if match is None:
+        raise LookupError(f"{RESULTS.name} has no output of benchmarks.trl_sft")
     return float(match[1])
 
 

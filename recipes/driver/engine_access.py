@@ -74,10 +74,16 @@ class EngineAccess:
         with self._changed:
             self._failed |= {rank}
 
+    @property
+    def num_starts(self) -> int:
+        """Return how many times the ranks had been started when their engines were last known to have weights."""
+        with self._changed:
+            return self._num_starts
+
     def record_starts(self, num_starts: int, num_ranks: int) -> None:
         """Record how many times the ranks were started; if that changed, all engines are new and have no weights."""
         with self._changed:
-            if num_starts != self._num_starts:
+            if num_starts > self._num_starts:
                 self._num_starts, self._failed = num_starts, frozenset(range(num_ranks))
 
     def record_replacement(self, num_starts: int) -> None:

@@ -35,10 +35,12 @@ class LogprobGapLimit:
     Attributes:
         limit: of the mean gap over response tokens, in nats; None checks nothing.
         warned: whether the warning was given.
+        warned_of_lag: whether that for responses of an older policy was given.
     """
 
     limit: float | None
     warned: bool = False
+    warned_of_lag: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> "LogprobGapLimit":
@@ -57,8 +59,8 @@ class LogprobGapLimit:
 
     def check_lagged(self, gap: float, step: int, lag: int) -> None:
         """Warn about the mean gap of a step whose responses are up to `lag` publications old, in nats."""
-        if self.is_fatal(gap) and not self.warned:
-            self.warned = True
+        if self.is_fatal(gap) and not self.warned_of_lag:
+            self.warned_of_lag = True
             logger.warning(
                 "step %d: the trainer's and the sampler's log-probs of the same responses differ by %.3g nats on "
                 "average, over %g times the limit of %g, and the responses are up to %d publications old: either "

@@ -100,7 +100,7 @@ class Router:
         self.repeated = 0
         self._group, self._params, self._capacity = group, params, capacity
         self._access, self._replace_engines, self._turn, self._call_s = access, replace_engines, turn, call_s
-        self._num_starts = group.ranks.num_starts
+        self._num_starts = 0
 
     def run(self, prompts: BatchedDataDict) -> Generator[BatchedDataDict]:
         """Yield whole groups as they end, with the ids of their rows in `prompts`.
@@ -133,6 +133,7 @@ class Router:
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
         calls: dict[int, _CallUnderWay] = {}
+        self._num_starts = self._group.ranks.num_starts  # ranks may have been started again during the wait for a turn
         self._access.record_starts(self._num_starts, self._group.num_ranks)
         if self._access.failed and self._healthy:
             self._replace_engines(self._generation, False)
@@ -186,6 +187,8 @@ class Router:
         """Get new engines in place of all that failed; no call is under way."""
         if not self._replace_engines(self._generation, True):
             self._access.wait_for_engines(self._generation)
+        if not any(self._in_flight.values()):  # a restart meanwhile has lost no rows
+            self._num_starts = self._access.num_starts
 
     def _send(self, calls: dict[int, _CallUnderWay]) -> None:
         """Add calls to all ranks that have none and have something to do."""

@@ -373,3 +373,22 @@ def test_rows_in_flight_are_sampled_again_on_ranks_that_were_started_again(resta
     assert len(replaced) == 1  # the engines got weights before any row was sampled again
     assert router.repeated > 0
     assert same(rows, expected)
+
+
+def test_a_publication_that_meets_a_restart_costs_no_row_an_attempt():
+    ranks = Ranks(2)
+    ranks.group = WorkerGroup("rollout", RestartingRanks(ranks, 2, 2), Batching(max_tokens=64))
+    published: list[int] = []
+
+    def replace(generation: int, none_is_left: bool) -> bool:
+        published.append(generation)
+        if len(published) == 1:  # it dies meanwhile, is sent again to new ranks, and succeeds
+            ranks.group.ranks.num_starts += 1
+            ranks.group.ranks._workers = [ranks._worker(RankContext()) for _ in range(2)]
+        ranks.access.record_replacement(ranks.group.ranks.num_starts)
+        return True
+
+    rows, router = ranks.run(prompts(2), capacity=8, replace=replace)
+    assert rows.num_rows == 8
+    assert router.repeated == 4  # the rows of one rank, once each, by the restart of the ranks themselves
+    assert len(published) == 1
