@@ -1,5 +1,6 @@
 """On every layout, scores, metrics and gradients are those of one row at a time on one rank."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
 
 def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
     for message in on_ranks(tmp_path, 2, ranks.mix_tokens, "cp2"):
-        assert "LlamaForCausalLM as the actor: row 0 differs by" in message
+        assert re.search(r"LlamaForCausalLM as the actor: row \d differs by .* if ranks share it", message)
         assert "set actor.parallel.cp=1" in message
 
 

@@ -64,7 +64,12 @@ WRONG_BUCKETS = {
     "of a later update": (1, bucket(1, 2), 1, r"bucket 2 of 3 of policy version 2 came in the update to version 1"),
     "of another update": (1, bucket(1, 2), 2, r"bucket 2 of 3 of policy version 2 came in the middle of .* version 1"),
     "of another count": (1, bucket(1, 1, 4), 1, r"bucket 2 of 4 .* came where an update has 3 buckets"),
-    "damaged": (1, bucket(2)._replace(header=bucket(1).header), 1, r"bucket 2 of 3 .* damaged .*: its digest is "),
+    "damaged": (
+        1,
+        bucket(2)._replace(header=bucket(1).header),
+        1,
+        r"bucket 2 of 3 .* corrupted in transit: its digest is ",
+    ),
 }
 
 
@@ -124,7 +129,7 @@ def test_opening_again_starts_over_but_does_not_make_failed_weights_usable():
     with pytest.raises(EngineError):
         receiver.unpack(replace_digest(bucket(1)), 1)
     receiver.open(COUNT)
-    with pytest.raises(EngineError, match=r"no usable weights: bucket 2 of 3 .* damaged"):
+    with pytest.raises(EngineError, match=r"no usable weights: bucket 2 of 3 .* corrupted in transit"):
         receiver.check_usable()
     update(receiver, 1)
     receiver.check_usable()

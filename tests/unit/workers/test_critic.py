@@ -69,6 +69,8 @@ def test_the_critic_copies_nothing_of_a_damaged_bucket():
     before = {name: weight.full_tensor().clone() for name, weight in critic._critic.model.named_parameters()}
     array, _ = next(iter(buckets[0].arrays.values()))
     array.reshape(-1)[0] += 1
-    with pytest.raises(EngineError, match=rf"role critic: bucket 1 of {len(buckets)} of policy version 1 was damaged"):
+    with pytest.raises(
+        EngineError, match=rf"role critic: bucket 1 of {len(buckets)} of policy version 1 was corrupted"
+    ):
         critic.load_bucket(buckets[0], 1)
     assert all(weight.full_tensor().equal(before[name]) for name, weight in critic._critic.model.named_parameters())
