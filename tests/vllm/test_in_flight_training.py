@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_its_way_to_publish(tmp_path: Path):
     done(tmp_path, *words, ranks=1)
     with started(tmp_path, *words, "resume=auto", "rollout.publish=drain", "trainer.lead=1", ranks=1) as command:
         assert command.wait() == 2
-    assert "was written with 'in_flight'; set rollout.publish as it was" in command.err
+    assert "rollout.publish ('drain', was 'in_flight')" in command.err
 
 
 def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_the_checkpoint(tmp_path: Path):
