@@ -115,8 +115,8 @@ class ObjectReader:
 def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[Any]:
     """Return objects; wait at most `timeout_s`, None for no limit.
 
-    Ray 2.60 may leave a process waiting for an object that exists (see `RankActor`). A wait that takes long is therefore
-    abandoned and restarted, which asks the object's owner again. Intervals grow, so that a long transfer completes.
+    Ray 2.60 may leave a process waiting for an object that exists (see `RankActor`). A long wait is therefore abandoned
+    and restarted, which asks the object's owner again. Intervals grow, so that a long transfer completes.
 
     Raises:
         GetTimeoutError: an object did not arrive in time.
