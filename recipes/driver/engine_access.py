@@ -16,12 +16,16 @@ waits for a publication, whose calls have deadlines, too, and at most `_LONGEST_
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.engine_load import EngineLoad
 from rlpack.recipes.driver.engine_slots import EngineSlots
+
+# Rank, start of its process, and how many engines of that rank were replaced.
+EngineId = tuple[int, int, int]
 
 # Interval at which waits can be interrupted.
 _LOOK_S = 1.0
@@ -63,6 +67,7 @@ class EngineAccess:
         self._needs_engines = False
         self._failed: frozenset[int] = frozenset()
         self._num_starts, self._num_replaced = 1, 0
+        self._replaced_at: Counter[int] = Counter()
 
     @property
     def failed(self) -> frozenset[int]:
@@ -91,10 +96,20 @@ class EngineAccess:
         with self._changed:
             self._num_starts, self._failed = num_starts, frozenset()
 
-    def count_replaced(self, engines: int) -> None:
-        """Count engines that were replaced after they failed, died or did not pass the canary."""
+    def count_replaced(self, are_new: Sequence[bool]) -> None:
+        """Count engines that were replaced after they failed, died or did not pass the canary.
+
+        Args:
+            are_new: whether the engine of each rank was replaced.
+        """
         with self._changed:
-            self._num_replaced += engines
+            self._num_replaced += sum(are_new)
+            self._replaced_at.update({rank: int(is_new) for rank, is_new in enumerate(are_new)})
+
+    def engine_of(self, rank: int) -> EngineId:
+        """Return what tells the engine of a rank from those that it had before."""
+        with self._changed:
+            return rank, self._num_starts, self._replaced_at[rank]
 
     def pop_metrics(self) -> dict[str, float]:
         """Return how many engines were replaced since the last call; nothing if none was."""

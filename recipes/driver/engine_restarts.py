@@ -35,7 +35,7 @@ def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAc
         RoleError: an engine did not start, or a rank died or missed its deadline.
     """
     call = Call(rollout.role, RolloutWorker.replace_failed_engine.__name__, [()] * rollout.num_ranks, {})
-    access.count_replaced(sum(rollout.ranks.submit(call).result()))
+    access.count_replaced(rollout.ranks.submit(call).result())
 
 
 def restore_engines(

@@ -18,10 +18,10 @@ Invariants (tests/unit/recipes/driver/test_router.py):
    Routers that run at the same time share the ranks, those of earlier steps first
    (`rlpack.recipes.driver.engine_slots`);
 4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. It fails if its
-   response can't be used: then it goes to another engine if there is one. It also fails with its engine, which gets no
-   more rows, of this generation or another, until it is replaced: before the next generation begins, if that is
-   possible then, or if no other is left. An engine that was replaced has lost its rows in flight. If the ranks are
-   started again, all rows in flight have failed, and all engines are without weights;
+   response can't be used: then it goes to another engine if there is one, such as the successor of its own. It also
+   fails with its engine, which gets no more rows, of this generation or another, until it is replaced: before the next
+   generation begins, if that is possible then, or if no other is left. An engine that was replaced has lost its rows in
+   flight. If the ranks are started again, all rows in flight have failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
@@ -39,7 +39,7 @@ from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_access import EngineAccess, EngineId
 from rlpack.recipes.driver.engine_slots import Turn
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
@@ -120,7 +120,8 @@ class Router:
         self._tokens: list[int] = (lengths + self._params.max_new_tokens).tolist()
         self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
         self._attempts: Counter[int] = Counter()
-        self._avoided: dict[int, set[int]] = {}  # the ranks whose response to a row could not be used
+        self._avoided: dict[int, set[EngineId]] = {}  # the engines whose response to a row could not be used
+        self._engine_of: dict[int, EngineId] = {}  # which has a row in flight
         # Rows of one group each: all of them, or those that failed together.
         firsts = np.cumsum(self._left)[:-1]
         self._waiting = deque(rows.tolist() for rows in np.split(np.arange(ids.size), firsts) if rows.size)
@@ -205,15 +206,17 @@ class Router:
     def _assign(self, free: set[int]) -> dict[int, list[int]]:
         """Assign waiting rows to ranks that have no call under way, and return the rows of each rank."""
         outboxes: dict[int, list[int]] = {rank: [] for rank in self._in_flight}
-        healthy = self._healthy
+        engines = {self._access.engine_of(rank): rank for rank in self._healthy}
         while self._waiting:
             rows = self._waiting[0]
-            avoided = set[int]().union(*(self._avoided.get(row, ()) for row in rows))
-            rank = self._share.take(free & (healthy - avoided or healthy), len(rows), self._num_tokens(rows))
+            others = engines.keys() - set[EngineId]().union(*(self._avoided.get(row, ()) for row in rows))
+            ranks = {engines[engine] for engine in others or engines}
+            rank = self._share.take(free & ranks, len(rows), self._num_tokens(rows))
             if rank is None:
                 break
             self._waiting.popleft()
             self._in_flight[rank].update(rows)
+            self._engine_of |= dict.fromkeys(rows, self._access.engine_of(rank))
             outboxes[rank] += rows
         return outboxes
 
@@ -245,7 +248,7 @@ class Router:
             self._access.record_failure(rank)
         else:
             for row in failed:
-                self._avoided.setdefault(row, set()).add(rank)
+                self._avoided.setdefault(row, set()).add(self._engine_of[row])
         self._repeat(rank, failed)
         answered = np.array([not failure for failure in failures], dtype=bool)
         if answered.any():

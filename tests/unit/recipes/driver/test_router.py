@@ -19,6 +19,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
 from rlpack.recipes.driver import router as router_module
 from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from rlpack.recipes.driver.router import MOST_ATTEMPTS, Router
 from rlpack.rollout import in_flight
 from rlpack.rollout.canary import canary_tolerance
@@ -56,7 +57,7 @@ class Ranks:
         return worker
 
     def replace(self, generation: int, none_is_left: bool) -> bool:
-        self.group.run(RolloutWorker.replace_failed_engine)
+        replace_failed_engines(self.group, self.access)
         self.access.record_replacement(self.group.ranks.num_starts)
         return True
 
@@ -276,6 +277,19 @@ def test_rows_that_a_replaced_engine_had_in_flight_are_counted_and_limited():
     assert same(rows.select(np.argsort(rows.row_ids)), expected(ranks, batch))
     assert 0 < router.repeated < batch.num_rows
     assert not ranks.access.failed, "the new engine is not the one that failed"
+
+
+def test_rows_that_a_replaced_engine_had_in_flight_may_go_to_its_successor():
+    ranks, batch = Ranks(2), prompts(12)
+    router = Router(ranks.group, PARAMS, capacity=64, access=ranks.access, replace_engines=ranks.replace)
+    parts = router.run(batch)
+    first = next(parts)
+    assert vars(ranks.engines[0])["rows"]
+    ranks.workers[0]._is_unhealthy = True  # as after a failed canary
+    ranks.replace(0, False)
+    rows = BatchedDataDict.concat([first, *parts])
+    assert same(rows.select(np.argsort(rows.row_ids)), expected(ranks, batch))
+    assert len(ranks.engines[2].lengths) > 0
 
 
 class HangingRanks(LocalRanks):
