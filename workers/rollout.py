@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self, cast
 
@@ -166,18 +167,28 @@ class RolloutWorker(Worker):
     def sleep(self) -> tuple[int, int]:
         """Put the engine to sleep; it frees GPU memory, and can't generate until it is woken or gets new weights.
 
+        One that failed, or dies or hangs meanwhile, is ended, since other roles need its memory; it is replaced later.
+
         Returns:
             The memory in use on the rank's GPUs before and after, in bytes.
         """
-        before = used_bytes(self.context.torch_device)
-        if not self._is_unhealthy:  # one that hangs would not answer; it is replaced
-            cast(StreamingEngine, self._engine).sleep()
+        before, engine = used_bytes(self.context.torch_device), cast(StreamingEngine, self._engine)
+        if not self._is_unhealthy:  # one that hangs would not answer
+            with self._noting_death():
+                engine.sleep()
+        if self._is_unhealthy:
+            engine.close()
         return before, used_bytes(self.context.torch_device)
 
     @broadcast
     def wake(self) -> bool:
-        """Wake the engine; return False if it has no usable weights, which have to be published again."""
-        is_awake = self._is_unhealthy or cast(StreamingEngine, self._engine).wake()
+        """Wake the engine; return False if it failed, or has no usable weights, so that these are published again."""
+        is_awake = False
+        if not self._is_unhealthy:
+            with self._noting_death():
+                is_awake = cast(StreamingEngine, self._engine).wake()
+        if self._is_unhealthy:
+            return False
         if not is_awake:
             self._received.require_update("the engine discarded its weights to sleep")
         return self._received.is_usable
@@ -194,6 +205,7 @@ class RolloutWorker(Worker):
             return False
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
+        torch.cuda.empty_cache()  # frees memory that a trainer in this process has cached
         self._engine, self._is_unhealthy = self._rebuild(), False
         if self._in_flight is not None:
             self._in_flight.move_to(self._engine)
@@ -245,13 +257,8 @@ class RolloutWorker(Worker):
         """
         if self._is_dead:
             return
-        try:
-            with self._received.receive(bucket, version) as weights:
-                self._engine.load_bucket(weights)
-        except EngineError as error:
-            if not self._is_dead:
-                raise
-            logger.warning("%s", error)
+        with self._noting_death(), self._received.receive(bucket, version) as weights:
+            self._engine.load_bucket(weights)
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
@@ -298,6 +305,21 @@ class RolloutWorker(Worker):
             self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, logprobs, expected), True
         self._engine.policy_version = version
         return gap
+
+    @contextmanager
+    def _noting_death(self) -> Iterator[None]:
+        """Note that the engine has failed if an error in the block is due to its death, or to a hang, which kills it.
+
+        Raises:
+            EngineError: any other error.
+        """
+        try:
+            yield
+        except EngineError as error:
+            if not self._is_dead:
+                raise
+            logger.warning("%s; the engine of rank %d is replaced", error, self.context.rank)
+            self._is_unhealthy = True
 
     @property
     def _is_dead(self) -> bool:

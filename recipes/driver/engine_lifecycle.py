@@ -7,15 +7,18 @@
 
 Engines start asleep. They stay awake from a publication of weights to the end of the next step's generation, and so
 during evaluation. Without shared GPUs, or with rollout.sleep_level=0, nothing here has an effect.
+
+An engine that failed, or that dies or hangs in one of these calls, is ended before the block returns, so that roles
+that train get its memory. It is replaced by the next publication, or before engines are woken.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlpack.config.roles import sleep_level
+from rlpack.recipes.driver.engine_restarts import on_every_rank
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.rollout.canary import canary_tokens
 from rlpack.workers.rollout import RolloutWorker
 
 
@@ -37,12 +40,13 @@ def engines_awake(session: Session, step: StepContext) -> Iterator[None]:
 
 
 def wake_engines(session: Session, step: StepContext) -> None:
-    """Wake the engines if they sleep; if their weights were discarded, publish them again.
+    """Wake the engines if they sleep; replace those that failed, and publish weights again that are missing.
 
     Raises:
         RoleError: see `engines_awake`.
     """
     if sleep_level(session.config):
         with step.timer("wake"):
-            if not session.rollout.run(RolloutWorker.wake):
-                session.rollout_weights.publish_again(canary_tokens(len(session.tokenizer)))
+            if not all(on_every_rank(session.rollout, RolloutWorker.wake)):
+                with session.publication():
+                    session.replace_engines()

@@ -11,6 +11,7 @@ the published ones are kept in the object store, where there is room for them (`
 
 import logging
 import threading
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -34,8 +35,16 @@ def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAc
     Raises:
         RoleError: an engine did not start, or a rank died or missed its deadline.
     """
-    call = Call(rollout.role, RolloutWorker.replace_failed_engine.__name__, [()] * rollout.num_ranks, {})
-    access.count_replaced(rollout.ranks.submit(call).result())
+    access.count_replaced(on_every_rank(rollout, RolloutWorker.replace_failed_engine))
+
+
+def on_every_rank(rollout: WorkerGroup[RolloutWorker], method: Callable[[RolloutWorker], bool]) -> list[bool]:
+    """Call a method without arguments on all ranks, and return what each returns.
+
+    Raises:
+        RoleError: a rank raised, died or missed its deadline.
+    """
+    return rollout.ranks.submit(Call(rollout.role, method.__name__, [()] * rollout.ranks.num_ranks, {})).result()
 
 
 def restore_engines(

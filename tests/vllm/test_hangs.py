@@ -1,4 +1,4 @@
-"""An engine that hangs while weights are published is killed at a deadline and replaced, like one that died."""
+"""An engine that hangs in a call is killed at a deadline and replaced, like one that died."""
 
 import logging
 import math
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import pack_bucket
 from rlpack.config.schema import Placement
 from rlpack.distributed.context import RankContext
@@ -18,6 +19,7 @@ from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm.sleep_cycle import SleepCycle
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from rlpack.workers.rollout import RolloutWorker
 from tests.vllm.engines import CANARY, TOKENIZER, policy, prompts_of, reference, sampled, start
@@ -97,6 +99,38 @@ def test_a_hang_that_may_not_be_replaced_names_its_deadline_and_a_later_call_its
         sampled(first, prompts_of(4), SECOND)
     assert time.monotonic() - began < GRACE_S
     worker.replace_failed_engine()
+
+
+@pytest.mark.parametrize("hangs_in", ["generation", "sleep", "waking"])
+def test_an_engine_that_hangs_leaves_no_process_when_other_roles_need_its_memory(
+    worker: RolloutWorker, hangs_in: str, monkeypatch: pytest.MonkeyPatch
+):
+    built, first, version = policy("qwen2", tied=False, seed=62), worker._engine, worker._engine.policy_version + 1
+    assert isinstance(first, VLLMEngine)
+    publish(worker, built, version, before=nothing, again=True)
+    (process,) = first._started.processes
+    monkeypatch.setattr(first, "_cycle", SleepCycle(first._engine, first._control, 1))
+    monkeypatch.setattr(first, "_request_timeout_s", 3.0)
+    columns = {"input_ids": prompts_of(4), "seeds": torch.tensor([1]), "group_ids": torch.tensor([0]), "uid": ["one"]}
+    if hangs_in == "waking":
+        worker.sleep()
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    if hangs_in == "generation":
+        ended = worker.advance(BatchedDataDict(columns), SECOND, 0, 0, CALL_S, 0)
+        assert ended["engine_has_failed"].tolist() == [True]
+        assert process.is_alive()
+    if hangs_in != "waking":
+        worker.sleep()
+    else:
+        assert worker.wake() is False
+    assert not process.is_alive()
+    assert time.monotonic() - began < CALL_S
+    assert worker.wake() is False
+    assert worker.replace_failed_engine()
+    assert publish(worker, built, version, before=nothing, again=True) <= 1e-4
+    ended = worker.advance(BatchedDataDict(columns), SECOND, 1, 1, CALL_S, 0)
+    assert ended["response_lengths"].tolist() == [2]
 
 
 def test_a_start_that_takes_too_long_names_its_key_and_leaves_no_process():

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Checkpoint, Config, Data
-from rlpack.distributed.calls import Pending
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.usage import Usage
 from rlpack.distributed.worker_group import WorkerGroup
@@ -69,12 +69,22 @@ class UnmeasuredRanks:
         return Pending(lambda: [1.0])
 
 
+class AnsweringRanks(UnmeasuredRanks):
+    """The rank of an `AnsweringGroup`."""
+
+    def __init__(self, group: "AnsweringGroup") -> None:
+        self.group = group
+
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        return Pending(lambda: [self.group.answer(call.method, *call.args_of_rank[0], **call.kwargs)])
+
+
 class AnsweringGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
         self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
-        self.layout, self.ranks = ParallelLayout(), UnmeasuredRanks()
+        self.layout, self.ranks = ParallelLayout(), AnsweringRanks(self)
         self.called: list[str] = []
         self.mini_batch_size: int | None = None
         self.submitted: list[str] = []
@@ -98,8 +108,11 @@ class AnsweringGroup:
         return self.run(method, *args)
 
     def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        self.called.append(method.__name__)
-        answer = self.answers[method.__name__]
+        return self.answer(method.__name__, *args, **kwargs)
+
+    def answer(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(name)
+        answer = self.answers[name]
         return answer(*args, **kwargs) if callable(answer) else answer
 
 
