@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from rlpack.rollout.engine_meter import EngineMeter
@@ -97,11 +98,21 @@ def start_engine(
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
-    """End processes that didn't end when they were asked to."""
+    """End processes that didn't end when they were asked to, and those that they started, such as one for each GPU."""
     for process in processes:
         if process.is_alive():
+            for own in _descendants(process):
+                with suppress(psutil.NoSuchProcess):
+                    own.kill()
             process.kill()
         process.join(_KILL_S)
+
+
+def _descendants(process: BaseProcess) -> list[psutil.Process]:
+    """Return all processes that a process, and those that it started, have started."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
 
 
 def _new_processes(before: set[BaseProcess]) -> list[BaseProcess]:
