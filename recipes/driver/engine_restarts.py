@@ -35,16 +35,24 @@ def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAc
     Raises:
         RoleError: an engine did not start, or a rank died or missed its deadline.
     """
-    access.count_replaced(on_every_rank(rollout, RolloutWorker.replace_failed_engine))
+    access.count_replaced(on_every_rank(rollout, RolloutWorker.replace_failed_engine, starts=True))
 
 
-def on_every_rank(rollout: WorkerGroup[RolloutWorker], method: Callable[[RolloutWorker], bool]) -> list[bool]:
+def on_every_rank(
+    rollout: WorkerGroup[RolloutWorker], method: Callable[[RolloutWorker], bool], *, starts: bool = False
+) -> list[bool]:
     """Call a method without arguments on all ranks, and return what each returns.
+
+    Args:
+        rollout: the role.
+        method: the method.
+        starts: whether it starts engines, for which it gets `placement.start_timeout_s` in addition.
 
     Raises:
         RoleError: a rank raised, died or missed its deadline.
     """
-    return rollout.ranks.submit(Call(rollout.role, method.__name__, [()] * rollout.ranks.num_ranks, {})).result()
+    no_arguments = [()] * rollout.ranks.num_ranks
+    return rollout.ranks.submit(Call(rollout.role, method.__name__, no_arguments, {}, starts=starts)).result()
 
 
 def restore_engines(

@@ -29,6 +29,7 @@ class Call:
             if it may run again on ranks that were started again.
         answer_s: deadline of its answer, in seconds from its start; None for that of the pool, which counts from when
             the call is waited for.
+        starts: whether it starts processes, for which it gets `placement.start_timeout_s` in addition.
     """
 
     role: str
@@ -41,6 +42,7 @@ class Call:
     ranks: tuple[int, ...] | None = None
     of_start: int | None = None
     answer_s: float | None = None
+    starts: bool = False
 
     @property
     def called(self) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
 from rlpack.malloc_settings import keep_freed_memory
+from rlpack.role_call import role_call
 from rlpack.run_log import log_until_exit
 from rlpack.spans import FOLDER, record_until_exit, span
 from rlpack.user_code import describe_exception, import_user_module, text_of
@@ -120,7 +121,7 @@ class RankProcess:
 
         `args` are separate arguments, because Ray replaces references by values only there.
         """
-        with _sendable_errors(), span(f"{role}.{method}"):
+        with _sendable_errors(), span(f"{role}.{method}"), role_call():
             return getattr(self._roles[role], method)(*args, **kwargs)
 
     def execute(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
@@ -133,7 +134,7 @@ class RankProcess:
         Raises:
             DataError: it returns anything else.
         """
-        with _sendable_errors(), span(f"{role}.{method}"):
+        with _sendable_errors(), span(f"{role}.{method}"), role_call():
             result = getattr(self._roles[role], method)(*args, **kwargs)
         offloaded, payloads = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
         if payloads:

@@ -103,7 +103,7 @@ class RayRanks(RestartablePool):
             self._wait(calls, self._call_s)
             answers = self._background_results(submitted)
         else:
-            answers = self._wait(calls, self._call_s)
+            answers = self._wait(calls, self._call_s + (self._start_s if call.starts else 0.0))
         results = dict(zip(call.called, answers, strict=True))
         results = self._usage.unwrap(call.role, call.method, results)
         if not call.returns_rows:

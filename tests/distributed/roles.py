@@ -72,6 +72,12 @@ class Echo(Worker):
     def hand_back(self, rows: BatchedDataDict) -> BatchedDataDict:
         return rows
 
+    @broadcast
+    def replace_failed_engine(self) -> bool:
+        """Take as long as an engine that starts."""
+        time.sleep(2.0)
+        return self.context.rank == 1
+
     @one_rank(reads=("uid",), returns=("uid",))
     def hand_back_late(self, rows: BatchedDataDict, seconds: float) -> BatchedDataDict:
         time.sleep(seconds)

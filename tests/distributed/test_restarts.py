@@ -15,6 +15,8 @@ from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo
 from tests.distributed.test_worker_group import UNEVEN, ends
@@ -99,6 +101,17 @@ def test_a_rank_that_hangs_is_named_by_the_deadline_of_its_own_call_and_not_thos
     restart_s = cluster.restarts.pop_metrics()["time/restart_s"]
     assert time.monotonic() - began - restart_s < 3.0 + 2.0
     assert group.submit_to(1, Echo.hand_back, BATCH).result().num_rows == BATCH.num_rows
+
+
+def test_engines_that_are_replaced_have_the_deadline_of_a_start_in_addition(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+):
+    group, access = groups["lost"], EngineAccess(are_concurrent=False)
+    pids, number = group.ranks.process_ids(), group.ranks.num_starts
+    monkeypatch.setattr(group.ranks, "_call_s", 0.5)
+    replace_failed_engines(group, access)
+    assert (group.ranks.process_ids(), group.ranks.num_starts) == (pids, number)
+    assert access.pop_metrics() == {"rollout/engines_replaced": 1.0}
 
 
 def test_an_update_is_sent_again_to_ranks_that_were_started_again(groups: Groups, tmp_path: Path):

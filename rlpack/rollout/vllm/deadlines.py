@@ -1,8 +1,9 @@
 """How long calls of vLLM may take, by the keys of the configuration.
 
-A call that loads weights or changes the engine's state runs within a call of the role. Its deadline is below that of
-the role's call, so that the rank itself notices a hang: it ends vLLM's process and starts another one. If the role's
-deadline passed first, the driver would end the rank.
+Calls that load weights or change the engine's state run within a call of the role, often several of them. Each has a
+deadline, and so have all of them together, from the beginning of the role's call or the start of the engine within it
+(`rlpack.role_call`). It is below that of the role's call, so that the rank itself notices a hang: it ends vLLM's
+process and starts another one. If the role's deadline passed first, the driver would end the rank.
 """
 
 from typing import NamedTuple
@@ -18,12 +19,18 @@ _OF_START = 0.9
 class Deadline(NamedTuple):
     """A longest time, and the key that sets it.
 
+    Attributes:
+        seconds: the time.
+        source: the key.
+        together: that of all calls of vLLM within one call of the role; None for none.
+
     >>> str(Deadline(30.0, "half of placement.call_timeout_s=60"))
     '30 s (half of placement.call_timeout_s=60)'
     """
 
     seconds: float
     source: str
+    together: "Deadline | None" = None
 
     def __str__(self) -> str:
         """Return how errors name it."""
@@ -55,8 +62,9 @@ class Deadlines(NamedTuple):
         """
         start_s, call_s, request_s = placement.start_timeout_s, placement.call_timeout_s, rollout.request_timeout_s
         start = Deadline(_OF_START * start_s, f"{_OF_START:g} of placement.start_timeout_s={start_s:g}")
-        if request_s <= _OF_CALL * call_s:
-            control = Deadline(request_s, f"rollout.request_timeout_s={request_s:g}")
+        half = Deadline(_OF_CALL * call_s, f"half of placement.call_timeout_s={call_s:g}")
+        if request_s <= half.seconds:
+            control = Deadline(request_s, f"rollout.request_timeout_s={request_s:g}", half)
         else:
-            control = Deadline(_OF_CALL * call_s, f"half of placement.call_timeout_s={call_s:g}")
+            control = half._replace(together=half)
         return cls(start, control, request_s)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+from rlpack.role_call import call_began
 from rlpack.rollout.errors import EngineDeadlineError, EngineError
 from rlpack.rollout.vllm.deadlines import Deadline
 
@@ -78,13 +79,18 @@ class StartedCall(Generic[T]):
         Raises:
             EngineDeadlineError: the deadline passed, and the coroutine has been cancelled.
         """
+        end, limit = self._end, str(self._deadline)
+        began, together = call_began(), self._deadline.together
+        if began is not None and together is not None and began + together.seconds < end:
+            end = began + together.seconds
+            limit = f"{together}, which one call of its rank has for all calls of vLLM"
         try:
-            return self._future.result(timeout=max(0.0, self._end - time.monotonic()))
+            return self._future.result(timeout=max(0.0, end - time.monotonic()))
         except concurrent.futures.TimeoutError as error:
             if self._future.done():  # the coroutine's own error
                 raise
             self._future.cancel()
-            raise EngineDeadlineError(f"vLLM did not {self._what} within {self._deadline}") from error
+            raise EngineDeadlineError(f"vLLM did not {self._what} within {limit}") from error
 
 
 async def _cancel_all() -> None:

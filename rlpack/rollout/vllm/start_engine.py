@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from rlpack.role_call import restart_call_clock
 from rlpack.rollout.engine_meter import EngineMeter
 from rlpack.rollout.errors import EngineDeadlineError, EngineError
 from rlpack.rollout.vllm.deadlines import Deadline
@@ -94,6 +95,7 @@ def start_engine(
         kill(_new_processes(before))
         raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
     log.record()
+    restart_call_clock()
     return StartedEngine(front_end, log, _new_processes(before), meter)
 
 

@@ -1,6 +1,7 @@
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rlpack.batch.weight_layout import WeightForm
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
 from rlpack.distributed.process import RankProcess, load_class
+from rlpack.role_call import call_began
 from rlpack.worker import Worker
 from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
@@ -78,6 +80,17 @@ class Waiter(Worker):
 class Namer(Worker):
     def names(self, number: int, *, role: str, method: str) -> tuple[int, str, str]:
         return number, role, method
+
+
+class Clock(Worker):
+    began_before: float | None = None
+
+    def began(self) -> tuple[float | None, float | None]:
+        return self.began_before, call_began()
+
+    def rows(self) -> BatchedDataDict:
+        self.began_before = call_began()
+        return BatchedDataDict({"rewards": torch.zeros(2)}, row_ids=[0, 1])
 
 
 @pytest.fixture
@@ -199,6 +212,15 @@ def test_errors_of_the_driver_and_of_the_store_name_no_rank():
 def test_keyword_arguments_of_any_name_reach_the_role(process: RankProcess):
     process.start_role("namer", "tests.unit.distributed.test_process:Namer", (tiny_config(), tiny_tokenizer()))
     assert process.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
+
+
+def test_a_role_knows_when_its_call_began(process: RankProcess):
+    process.start_role("clock", "tests.unit.distributed.test_process:Clock", (tiny_config(), tiny_tokenizer()))
+    before = time.monotonic()
+    process.call_rows(1, "clock", "rows", {})
+    first, second = process.call("clock", "began", {})
+    assert before <= first <= second <= time.monotonic()
+    assert call_began() is None
 
 
 def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(process: RankProcess):

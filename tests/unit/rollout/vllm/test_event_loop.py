@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from rlpack.role_call import restart_call_clock, role_call
 from rlpack.rollout.errors import EngineDeadlineError, EngineError
 from rlpack.rollout.vllm.deadlines import Deadline
 from rlpack.rollout.vllm.event_loop import EventLoop
@@ -51,6 +52,26 @@ def test_the_deadline_is_kept_whatever_the_coroutine_does(loop, work):
     with pytest.raises(EngineDeadlineError, match=r"^vLLM did not load something within 0\.2 s \(some\.key=0\.2\)$"):
         loop.run(work(), DEADLINE, "load something")
     assert DEADLINE_S <= time.monotonic() - start < 2.5
+
+
+def test_calls_of_one_call_of_a_role_have_a_deadline_together_and_those_after_a_start_have_it_again(loop):
+    deadline = LATEST._replace(together=Deadline(0.5, "half of that"))
+
+    def end_of_the_next() -> float:
+        start = time.monotonic()
+        text = r"^vLLM did not load something within 0\.5 s \(half of that\), which one call of its rank has for all"
+        with pytest.raises(EngineDeadlineError, match=text):
+            loop.run(sleeps(), deadline, "load something")
+        return time.monotonic() - start
+
+    with role_call():
+        loop.run(asyncio.sleep(0.4), deadline, "load another")
+        assert end_of_the_next() < 0.3
+        restart_call_clock()  # as once an engine has started
+        assert 0.4 < end_of_the_next() < 2.5
+    with role_call():
+        assert 0.4 < end_of_the_next() < 2.5
+    assert loop.run(asyncio.sleep(0.6, "done"), deadline, "load something") == "done"  # within no call of a role
 
 
 def test_a_result_is_returned_and_the_coroutine_runs_in_the_loops_own_thread(loop):
