@@ -256,7 +256,7 @@ def test_few_threads_wait_for_many_slow_scores(tmp_path: Path):
     assert groups.pop_counts() == {"reward/timeouts": 300.0}
 
 
-def test_failures_of_late_groups_that_were_scored_before_a_checkpoint_are_those_of_the_resumed_run(tmp_path: Path):
+def test_failures_and_times_of_late_groups_in_a_checkpoint_are_those_of_the_resumed_run(tmp_path: Path):
     groups = ManualGroups(tmp_path, steps=4, window=2)
     groups.allow(10, 11)
     step = next(groups.session.steps("train", 4))
@@ -266,6 +266,7 @@ def test_failures_of_late_groups_that_were_scored_before_a_checkpoint_are_those_
     groups.allow(12, 13)
     (tmp_path / "step-1").mkdir()
     groups.queue.save(tmp_path / "step-1")
+    (saved, _) = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
     resumed = ManualGroups(tmp_path, steps=4, window=2)
     resumed.session.restored, resumed.session.progress = tmp_path / "step-1", step.progress
     resumed.queue = AheadQueue(resumed.session, draw, resumed.draw_groups)
@@ -274,6 +275,7 @@ def test_failures_of_late_groups_that_were_scored_before_a_checkpoint_are_those_
     second = next(resumed.session.steps("train", 4))
     assert list(resumed.queue.take(second).rollouts["uid"]) == ["12", "13", "20", "21"]
     assert second.metrics["reward/timeouts"] == 4.0
+    assert second.metrics["time/reward_s"] == saved["metrics"]["time/reward_s"] > 0
     resumed.allow(22, 23)
 
 
