@@ -34,7 +34,7 @@ def compute_values(
     with step.timer("values"):
         forward = forward_plan(session, "critic", rollouts) or plan
         values = session.critic.with_plan(forward).run(CriticWorker.values, rollouts)
-    session.performance.count(step, "critic", CriticWorker.values, plan, values["value_tokens"])
+    session.performance.count("critic", CriticWorker.values, plan, values["value_tokens"])
     return rollouts.union(values)
 
 
@@ -81,7 +81,7 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
         updates = []
         for rows, own in passes(session, step, "critic", batch, plan, weigh):
             updates += session.critic.with_plan(own).run(CriticWorker.train_step, rows, loss, rate)
-            session.performance.count(step, "critic", CriticWorker.train_step, own, rows["value_tokens"])
+            session.performance.count("critic", CriticWorker.train_step, own, rows["value_tokens"])
     step.record_optimizer_steps(updates)
 
 

@@ -51,7 +51,7 @@ def on_every_rank(
     Raises:
         RoleError: a rank raised, died or missed its deadline.
     """
-    no_arguments = [()] * rollout.ranks.num_ranks
+    no_arguments = [()] * rollout.num_ranks
     return rollout.ranks.submit(Call(rollout.role, method.__name__, no_arguments, {}, starts=starts)).result()
 
 

@@ -1,12 +1,14 @@
 """Rates of a run's phases: achieved FLOPs over the time that ranks took and over what their devices can do.
 
 Stages count the FLOPs of the calls that they make, from the plan and the model's shape; ranks measure the time of each
-call. A phase is a method of a role that runs its model.
+call. A phase is a method of a role that runs its model. FLOPs and time belong to the step in which the call's result
+was waited for, by any thread: with `trainer.lead`, that of a later batch's scores is the step in progress.
 """
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Self
 
 from torch import Tensor
@@ -31,6 +33,26 @@ from rlpack.workers.build import set_trained_weights
 _PHASES = {"train_step": "update", "logprobs": "logprobs", "values": "values", "score": "scores"}
 
 
+class WorkLog:
+    """FLOPs since the last request, by role and method; threads may share it."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._flops: dict[tuple[str, str], float] = {}
+        self._lock = Lock()
+
+    def add(self, role: str, method: str, flops: float) -> None:
+        """Add the FLOPs of a call."""
+        with self._lock:
+            self._flops[role, method] = self._flops.get((role, method), 0.0) + flops
+
+    def pop(self) -> dict[tuple[str, str], float]:
+        """Return the FLOPs, and forget them."""
+        with self._lock:
+            flops, self._flops = self._flops, {}
+        return flops
+
+
 @dataclass(frozen=True)
 class PerformanceMeter:
     """The metrics `perf/*` and `throughput/*` of a run's steps.
@@ -39,11 +61,13 @@ class PerformanceMeter:
         groups: the started roles by name.
         flops: of the roles that run a model of known FLOPs.
         peaks: FLOP/s of the ranks' devices, by role.
+        work: the FLOPs of the step so far.
     """
 
     groups: Mapping[str, WorkerGroup[Any]] = field(default_factory=dict)
     flops: Mapping[str, ModelFlops] = field(default_factory=dict)
     peaks: Mapping[str, Pending[list[float]]] = field(default_factory=dict)
+    work: WorkLog = field(default_factory=WorkLog)
 
     @classmethod
     def start(cls, config: Config, groups: Mapping[str, WorkerGroup[Any]], model: PreTrainedModel) -> Self:
@@ -65,14 +89,12 @@ class PerformanceMeter:
         """Forget the calls that were made between two steps."""
         for role, group in self.groups.items():
             group.ranks.pop_usage(role)
+        self.work.pop()
 
-    def count(
-        self, step: StepContext, role: str, method: Callable[..., Any], plan: MicrobatchPlan, scored: Tensor
-    ) -> None:
+    def count(self, role: str, method: Callable[..., Any], plan: MicrobatchPlan, scored: Tensor) -> None:
         """Count the FLOPs of a call; those of several calls add up.
 
         Args:
-            step: the step in progress.
             role: name of the role.
             method: `train_step`, or a method that runs a forward pass.
             plan: whose tokens are counted, without padding; those that rows share count once.
@@ -81,8 +103,7 @@ class PerformanceMeter:
         if role not in self.flops:
             return
         of_pass = self.flops[role].update if method.__name__ == "train_step" else self.flops[role].forward
-        key, work = (role, method.__name__), of_pass(plan.lengths, int(scored.sum())) - of_pass(plan.shared, 0)
-        step.work[key] = step.work.get(key, 0.0) + work
+        self.work.add(role, method.__name__, of_pass(plan.lengths, int(scored.sum())) - of_pass(plan.shared, 0))
 
     def metrics(self, step: StepContext, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of a step that took `elapsed_s` seconds."""
@@ -93,7 +114,7 @@ class PerformanceMeter:
             metrics |= {"perf/memory_allocated": float(peak.allocated), "perf/memory_reserved": float(peak.reserved)}
         if "packing/real_tokens" in step.metrics:  # the recipe reported a plan
             metrics["throughput/tokens_per_s"] = step.metrics["packing/real_tokens"] / elapsed_s
-        for (role, method), flops in step.work.items():
+        for (role, method), flops in self.work.pop().items():
             usage = usages[role].get(method)
             if usage is None or usage.seconds <= 0:
                 continue

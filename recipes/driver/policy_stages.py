@@ -59,7 +59,7 @@ def compute_old_logprobs(
     with step.timer("logprobs"):
         forward = forward_plan(session, "actor", rollouts) or plan
         old = session.actor.with_plan(forward).run(ActorWorker.logprobs, rollouts)
-    session.performance.count(step, "actor", ActorWorker.logprobs, plan, old["response_tokens"])
+    session.performance.count("actor", ActorWorker.logprobs, plan, old["response_tokens"])
     gap = (old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)).item()
     step.metrics["rollout/logprob_gap"] = gap
     if "entropy_sum" in old:  # a user's actor may not measure it
@@ -120,7 +120,7 @@ def collect_reference_logprobs(
     with step.timer("reference"):
         rollouts = rollouts.union(pending.result())
         scored = rollouts["response_tokens"]
-        session.performance.count(step, "reference", ReferenceWorker.logprobs, plan, scored)
+        session.performance.count("reference", ReferenceWorker.logprobs, plan, scored)
         if "logprobs" not in rollouts:
             return rollouts
         actor, settings = session.actor.with_plan(plan), session.config.algorithm
@@ -250,7 +250,7 @@ def update_actor(
         weigh = partial(_weights, session)
         for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
-            session.performance.count(step, "actor", ActorWorker.train_step, own, rows["response_tokens"])
+            session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
     record_pending_kl(step, rollouts)
     step.record_optimizer_steps(updates)
     for name, logged in _MEASURED_IN_UPDATE.items():

@@ -1,6 +1,7 @@
 """Reward stages: scoring runs in the background, from the first generated part to the last log-prob."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ _COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
 # Prefixes of the reward columns of single functions, and of single roles where several score.
 _OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
+
+
+# Called with the role and the plan of a part that is scored.
+OnScored = Callable[[str, MicrobatchPlan], None]
 
 
 class RowRewards(NamedTuple):
@@ -67,7 +72,6 @@ class PendingRewards:
         self._parts: list[list[_Part]] = [[] for _ in groups]
         self._row_ids: list[np.ndarray] = []
         self._names: set[str] = set()
-        self._plans: list[tuple[str, MicrobatchPlan]] = []
 
     def submit(self, rollouts: BatchedDataDict) -> None:
         """Submit rows to all roles."""
@@ -75,16 +79,16 @@ class PendingRewards:
         self._row_ids.append(rollouts.row_ids)
         for group, parts in zip(self._groups, self._parts, strict=True):
             plan = group.plan(rollouts)
-            self._plans.append((group.role, plan))
             parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
 
-    def result(self, names: Iterable[str] = ()) -> RowRewards:
+    def result(self, names: Iterable[str] = (), on_scored: OnScored = lambda role, plan: None) -> RowRewards:
         """Wait for all roles and return the rewards of all rows; call it once.
 
         A row without a finite reward gets 0 and is not valid.
 
         Args:
             names: columns that the batch got in the meantime, which no role may add.
+            on_scored: called with the role and the plan of each part, once it is scored.
 
         Raises:
             RoleError: a role failed, or returned something other than rewards.
@@ -93,7 +97,7 @@ class PendingRewards:
         role_columns = [f"{_OF_ROLE}{group.role}" for group in self._groups]
         reserved = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *role_columns}
         for group, parts in zip(self._groups, self._parts, strict=True):
-            of_roles.append(_rewards_of_role(group, parts, reserved, self._row_ids))
+            of_roles.append(_rewards_of_role(group, parts, reserved, self._row_ids, on_scored))
             reserved |= set(of_roles[-1].extras)
         valid = torch.stack([result.valid for result in of_roles]).all(0)
         rewards = torch.stack([result.rewards for result in of_roles]).sum(0)
@@ -106,11 +110,6 @@ class PendingRewards:
             extras = extras.union(dict(zip(role_columns, single, strict=True)))
         return RowRewards(rewards.where(valid, 0.0), valid, extras, merge_metrics(result.counts for result in of_roles))
 
-    def count_flops(self, session: Session, step: StepContext) -> None:
-        """Count the FLOPs of scoring roles that run a model, in the step that waited for them."""
-        for role, plan in self._plans:
-            session.performance.count(step, role, RewardWorker.score, plan, torch.zeros(0, dtype=torch.int64))
-
 
 def collect_rewards(
     session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
@@ -121,8 +120,7 @@ def collect_rewards(
     counts: it adds to no loss, no denominator and no baseline.
     """
     with step.timer("reward"):
-        rewards, valid, extras, counts = pending.result(rollouts)
-    pending.count_flops(session, step)
+        rewards, valid, extras, counts = pending.result(rollouts, partial(_count_flops, session))
     count_failures(step, counts)
     scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
     report_rewards(step, scored)
@@ -137,8 +135,7 @@ def collect_greedy_rewards(
     Rows of a prompt whose greedy response has no reward are no longer `valid`.
     """
     with step.timer("reward"):
-        rewards, valid, _, counts = pending.result()
-    pending.count_flops(session, step)
+        rewards, valid, _, counts = pending.result(on_scored=partial(_count_flops, session))
     count_failures(step, counts)
     step.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
     samples = session.config.trainer.group_size
@@ -170,8 +167,17 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
     }
 
 
+def _count_flops(session: Session, role: str, plan: MicrobatchPlan) -> None:
+    """Count the FLOPs of a part that a role has scored, if it runs a model."""
+    session.performance.count(role, RewardWorker.score, plan, torch.zeros(0, dtype=torch.int64))
+
+
 def _rewards_of_role(
-    group: WorkerGroup[Any], parts: list[_Part], reserved: set[str], row_ids: Sequence[np.ndarray]
+    group: WorkerGroup[Any],
+    parts: list[_Part],
+    reserved: set[str],
+    row_ids: Sequence[np.ndarray],
+    on_scored: OnScored,
 ) -> RowRewards:
     """Return one role's rewards of all parts, in order; rows that the role's plans dropped are not valid.
 
@@ -180,6 +186,7 @@ def _rewards_of_role(
         parts: its calls; they are removed as they end.
         reserved: names that columns added by the role can't have.
         row_ids: of the rows of each part, int64.
+        on_scored: as of `PendingRewards.result`.
     """
     ids = np.concatenate(row_ids)
     numbers = ids if np.unique(ids).size == ids.size else np.arange(ids.size)
@@ -189,6 +196,7 @@ def _rewards_of_role(
     while parts:
         pending, plan = parts.pop(0)  # drops the reference to the submitted rows
         results.append(pending.result())
+        on_scored(group.role, plan)
         first_row = sum(map(len, planned))
         planned.append(plan.step_of_row >= 0)
         part_numbers = numbers[first_row : first_row + len(planned[-1])].tolist()

@@ -33,7 +33,7 @@ def sft_step(session: Session, step: StepContext, batch: BatchedDataDict, learni
     batch = batch.union(step_weights(counts, plan, session.config.algorithm))
     with step.timer("update"):
         metrics = session.actor.with_plan(plan).run(ActorWorker.train_step, batch, SFTLoss(), learning_rate)
-    session.performance.count(step, "actor", ActorWorker.train_step, plan, counts)
+    session.performance.count("actor", ActorWorker.train_step, plan, counts)
     step.record_optimizer_steps(metrics)
 
 

@@ -61,7 +61,6 @@ class StepContext:
         metrics: the step's metrics so far.
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
-        work: FLOPs of the step's calls, by role and method.
         pending_kl: the call of `ActorWorker.kl_sums` whose result only metrics need, until they are recorded.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
@@ -73,7 +72,6 @@ class StepContext:
     metrics: dict[str, float] = field(default_factory=dict)
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
-    work: dict[tuple[str, str], float] = field(default_factory=dict)
     pending_kl: Pending[BatchedDataDict] | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)

@@ -83,7 +83,7 @@ class AnsweringGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
-        self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
+        self.role, self.batching, self.answers, self.dp_size, self.num_ranks = role, batching, answers, 1, 1
         self.layout, self.ranks = ParallelLayout(), AnsweringRanks(self)
         self.called: list[str] = []
         self.mini_batch_size: int | None = None

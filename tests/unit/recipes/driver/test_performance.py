@@ -56,9 +56,9 @@ def test_rates_are_flops_of_real_tokens_over_the_time_of_the_slowest_rank() -> N
     scored = torch.tensor([5, 20])
     forward = 40e9 + (100 + 900) * 1e6 + 25e8
     made = meter(group)
-    made.count(current, "actor", ActorWorker.logprobs, plan, scored)
+    made.count("actor", ActorWorker.logprobs, plan, scored)
     for _ in range(2):
-        made.count(current, "actor", ActorWorker.train_step, plan, scored)
+        made.count("actor", ActorWorker.train_step, plan, scored)
     group.log.unwrap("actor", "logprobs", {0: Measured(None, Usage(0.5, GIB)), 1: Measured(None, Usage(1.0, 2 * GIB))})
     for seconds in (1.0, 3.0):
         group.log.unwrap("actor", "train_step", {0: Measured([], Usage(seconds, GIB))})
@@ -77,8 +77,8 @@ def test_calls_between_steps_and_roles_of_unknown_flops_don_t_count() -> None:
     group.log.unwrap("actor", "logprobs", {0: Measured(None, Usage(9.0, GIB))})
     made.reset()
     plan = make_plan([4], Batching(max_tokens=64), dp_size=2)
-    made.count(current, "judge", ActorWorker.logprobs, plan, torch.tensor([4]))
-    made.count(current, "actor", ActorWorker.logprobs, plan, torch.tensor([4]))
+    made.count("judge", ActorWorker.logprobs, plan, torch.tensor([4]))
+    made.count("actor", ActorWorker.logprobs, plan, torch.tensor([4]))
     assert made.metrics(current, 1.0) == {}
 
 
@@ -118,7 +118,7 @@ def test_scores_of_a_reward_model_are_a_phase() -> None:
     made = replace(made, groups={"reward_model": made.groups["actor"]}, flops={"reward_model": made.flops["actor"]},
                    peaks={"reward_model": made.peaks["actor"]})  # fmt: skip
     plan = make_plan([10, 30], Batching(max_tokens=64), dp_size=2)
-    made.count(current, "reward_model", RewardModelWorker.score, plan, torch.zeros(0))
+    made.count("reward_model", RewardModelWorker.score, plan, torch.zeros(0))
     group.log.unwrap("reward_model", "score", {0: Measured(None, Usage(2.0))})
     body = 40e9 + (100 + 900) * 1e6
     assert made.metrics(current, 1.0) == {

@@ -1,21 +1,28 @@
 """The driver combines the rewards of scoring roles; with processes: tests/distributed/test_worker_group.py."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Trainer
+from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.usage import Usage
 from rlpack.models.flops import ModelFlops
 from rlpack.packing import Batching, Cost
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from tests.builders import tiny_rollouts
-from tests.unit.recipes.driver.sessions import session_of, set_group
+from tests.unit.recipes.driver.sessions import run_of, session_of, set_group
 
 
 def scored_by(session: Session, *parts: BatchedDataDict, step: StepContext | None = None) -> BatchedDataDict:
@@ -168,4 +175,34 @@ def test_the_flops_of_every_scored_part_count_in_the_step_that_waits_for_them(tm
     step, parts = session.begin_step(1), (tiny_rollouts([(2, 4)]), tiny_rollouts([(3, 9)]))
     scored_by(session, *parts, step=step)
     tokens = sum(int(part["input_ids"].lengths.sum()) for part in parts)
-    assert step.work == {("reward_model", "score"): tokens}
+    assert session.performance.work.pop() == {("reward_model", "score"): tokens}
+
+
+def test_the_rate_of_a_reward_model_is_logged_though_batches_are_drawn_ahead_of_their_steps(tmp_path: Path):
+    session = session_of(tmp_path, trainer=Trainer(lead=1, steps=3))
+    vars(session)["rollout_weights"] = SimpleNamespace(version=1, publish=lambda canary: 0.0)
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        zeros = torch.zeros(batch.num_rows)
+        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0})
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        pending, rollouts = PendingRewards(session.scorers), tiny_rollouts([(2, 4), (3, 9)])
+        pending.submit(rollouts)
+        step.advance(prompts_consumed=step.progress.prompts_consumed + 1)
+        return Batch(rollouts, partial(collect_rewards, session, pending=pending))
+
+    model = set_group(session, "reward_model", score=score)
+    model.ranks.pop_usage = lambda role: {"score": Usage(1.0)}
+    flops = {"reward_model": ModelFlops(Cost(linear=1e9, quadratic=0.0))}
+    session.performance = PerformanceMeter(session.groups, flops, {"reward_model": Pending(lambda: [1e12])})
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 3):
+        queue.take(step)
+        queue.publish(step)
+    rates = [record.get("perf/tflops/reward_model_scores") for record in run_of(session).records]
+    assert rates == [
+        pytest.approx(2 * 18e9 / 1e12),
+        pytest.approx(18e9 / 1e12),
+        None,
+    ]  # of batches 1 and 2, 3, and none
