@@ -88,17 +88,21 @@ def restore_engines(
 def keep_weights(channel: WeightChannel[ActorWorker, RolloutWorker], config: Config, store: Store) -> None:
     """Let a channel keep the weights that it published last, if a batch may be drawn while the actor has others.
 
-    They have the part of the object store that batches don't claim. If they don't fit, a warning says so.
+    They lie on the nodes of the ranks that export them, and have the part of these nodes' object stores that batches
+    don't claim. If they don't fit, a warning says so.
     """
     if not config.trainer.lead or config.rollout.publish != "drain":
         return
-    channel.keeps = channel.num_bytes <= store.spare
+    sizes = channel.bytes_by_node
+    fullest = max(sizes, key=lambda node: sizes[node] - store.spare(node))
+    size, spare = sizes[fullest], store.spare(fullest)
+    channel.keeps = size <= spare
     if not channel.keeps:
         logger.warning(
-            "the engines' weights (%s) exceed the part of the object store that batches don't claim (%s), so they are "
-            "not kept: if all engines fail while the actor trains (trainer.lead), the run ends; raise "
+            "the engines' weights (%s on one node) exceed the part of its object store that batches don't claim (%s), "
+            "so they are not kept: if all engines fail while the actor trains (trainer.lead), the run ends; raise "
             "placement.object_store_gb or lower placement.in_flight_gb",
-            *(in_units(channel.num_bytes), in_units(store.spare)),
+            *(in_units(size), in_units(spare)),
         )
 
 

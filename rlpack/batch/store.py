@@ -52,9 +52,8 @@ class Store(Protocol):
         """Return the most bytes that may be stored at once."""
         ...
 
-    @property
-    def spare(self) -> float:
-        """Return the bytes that payloads other than those of batches may take."""
+    def spare(self, node: str) -> float:
+        """Return the bytes that payloads other than those of batches may take on a node."""
         ...
 
     def lease(self, name: str) -> Lease:
@@ -104,7 +103,11 @@ class LocalLease:
 class LocalStore:
     """A store that offloads nothing: batches stay whole, in this process."""
 
-    budget = spare = math.inf
+    budget = math.inf
+
+    def spare(self, node: str) -> float:
+        """Return infinity: there is no limit."""
+        return math.inf
 
     def lease(self, name: str) -> Lease:
         """Return a lease that does nothing."""

@@ -174,10 +174,13 @@ class RayStore:
         """Return the bytes that are stored or reserved."""
         return sum(self._of_node.values())
 
-    @property
-    def spare(self) -> float:
-        """Return the bytes that others than batches may take: up to where Ray would spill, without the budget."""
-        return max(0.0, _SPILLS_AT * self.size - self.budget)
+    def spare(self, node: str) -> float:
+        """Return the bytes of a node's store that others than batches may take.
+
+        That is up to where Ray would spill, without the node's share of the budget.
+        """
+        _, total = self._room().get(node, (0.0, 0.0))
+        return max(0.0, _SPILLS_AT - self.budget / self.size) * total
 
     def pop_peak_bytes(self) -> int:
         """Return the most bytes under leases at once since the last call; permanent payloads do not count."""

@@ -100,6 +100,11 @@ class RestartablePool(ABC):
         """Return the number of processes."""
         return len(self._pool.actors)
 
+    @property
+    def nodes(self) -> list[str]:
+        """Return Ray's id of the node of each process."""
+        return self._pool.nodes
+
     def process_ids(self) -> list[int]:
         """Return the process id of each rank, on its own node."""
         assert self._pool.processes is not None, "init_process_group comes first"

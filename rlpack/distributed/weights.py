@@ -20,6 +20,7 @@ Invariants (tests/distributed/test_weights.py):
    and ends no update before all buckets have arrived (`rlpack.rollout.bucket_receiver`).
 """
 
+from collections import Counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -133,9 +134,12 @@ class WeightChannel(Generic[S, T]):
         self._form, self._layout = form, layout
 
     @property
-    def num_bytes(self) -> int:
-        """Return the size of all weights of an update, in bytes."""
-        return sum(spec.num_bytes for bucket in self._layout.buckets for spec in bucket)
+    def bytes_by_node(self) -> dict[str, int]:
+        """Return the size of the buckets of an update that are stored on each node, in bytes."""
+        sizes: Counter[str] = Counter()
+        for index, bucket in enumerate(self._layout.buckets):
+            sizes[self._source.ranks.nodes[index % self._source.num_ranks]] += sum(spec.num_bytes for spec in bucket)
+        return dict(sizes)
 
     def transfer(self: "WeightChannel[S, TransferT]") -> None:
         """Load the source's weights into all ranks of the target.

@@ -79,15 +79,17 @@ class Ranks(Protocol):
         """Return how many times the processes were started: once, and again after each restart."""
         ...
 
+    @property
+    def nodes(self) -> list[str]:
+        """Return the node of each process."""
+        ...
+
     def after_restart(self, function: Callable[[], None]) -> None:
         """Call a function after each restart of the processes, before calls are repeated."""
         ...
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on the ranks that it names.
-
-        Results are in the order of its output ranks.
-        """
+        """Start a call on the ranks that it names; results are in the order of its output ranks."""
         ...
 
     def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:

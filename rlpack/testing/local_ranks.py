@@ -45,6 +45,11 @@ class LocalRanks:
         """Return 1: objects of this process are never started again."""
         return 1
 
+    @property
+    def nodes(self) -> list[str]:
+        """Return the same node for all ranks."""
+        return ["this process"] * self.num_ranks
+
     def after_restart(self, function: Callable[[], None]) -> None:
         """Do nothing: there is no restart."""
         del function

@@ -29,6 +29,14 @@ def store_of(budget: float | None = 100, *, wait_s: float = LONG_S, room: dict[s
     return RayStore(budget, wait_s=wait_s, room=lambda: room or {"a": (GB, GB)})
 
 
+def test_others_than_batches_have_the_part_of_a_nodes_store_below_spilling_without_its_share_of_the_budget():
+    room = {"large": (GB, 9 * GB), "small": (GB, GB)}
+    assert store_of(None, room=room).spare("small") == pytest.approx(0.2 * GB)
+    assert store_of(5 * GB, room=room).spare("large") == pytest.approx(2.7 * GB)
+    assert store_of(9 * GB, room=room).spare("large") == 0.0
+    assert store_of(None, room=room).spare("lost") == 0.0
+
+
 def put(store: RayStore, size: int, node: str = "a") -> ObjectHandle:
     """Reserve room for a part, and keep it."""
     with store.reserve({node: size}, "rollout", "generate") as room:

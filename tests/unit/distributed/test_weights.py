@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,14 @@ def test_each_publication_gives_all_engines_the_newest_weights_and_the_next_vers
         scored = actor.run(ActorWorker.logprobs, rollouts)
         torch.testing.assert_close(scored["logprobs"].values, rollouts["rollout_logprobs"].values, rtol=0, atol=1e-5)
         actor.run(ActorWorker.train_step, lesson(), SFTLoss(), 0.05)
+
+
+def test_a_bucket_is_stored_on_the_node_of_the_rank_that_exports_it():
+    buckets = [[SimpleNamespace(num_bytes=size), SimpleNamespace(num_bytes=1)] for size in (10, 200, 3000, 40000)]
+    ranks = SimpleNamespace(nodes=["one", "other", "other"])
+    source: Any = SimpleNamespace(run=lambda *_: SimpleNamespace(buckets=buckets), ranks=ranks, num_ranks=3)
+    target: Any = SimpleNamespace(run=lambda *_: None)
+    assert WeightChannel(source, target).bytes_by_node == {"one": 40012, "other": 3202}
 
 
 def test_weights_that_were_kept_are_published_again_though_the_actor_has_others():

@@ -53,10 +53,13 @@ def test_a_batch_that_is_drawn_ahead_gets_the_weights_that_it_began_with_or_none
 def test_weights_are_kept_for_batches_drawn_ahead_with_drain_where_the_store_has_room(
     lead: int, publish: Any, spare: int, keeps: bool, caplog: pytest.LogCaptureFixture
 ):
-    channel = SimpleNamespace(keeps=False, num_bytes=100)
+    channel = SimpleNamespace(keeps=False, bytes_by_node={"roomy": 400, "small": 100})
+    spare_of = {"roomy": 500, "small": spare, "empty": 10**6}
     config = tiny_config(trainer=Trainer(lead=lead), rollout=Rollout(engine="vllm", publish=publish))
-    keep_weights(cast(Any, channel), config, cast(Any, SimpleNamespace(spare=spare)))
+    keep_weights(cast(Any, channel), config, cast(Any, SimpleNamespace(spare=spare_of.__getitem__)))
     assert channel.keeps is keeps
     is_short = spare < 100
-    assert ("the engines' weights (100 bytes) exceed the part of the object store" in caplog.text) is is_short
+    assert (
+        "the engines' weights (100 bytes on one node) exceed the part of its object store" in caplog.text
+    ) is is_short
     assert ("raise placement.object_store_gb or lower placement.in_flight_gb" in caplog.text) is is_short
