@@ -9,16 +9,14 @@ _KEY = "actor.moe.replay_routing"
 
 
 def expert_problems(config: Config) -> Iterator[str]:
-    """Yield why the routing of experts can't be replayed, or their load not be balanced."""
-    if config.batching.share_prompts:
-        for key in ("balance_coefficient", "replay_routing"):
-            if getattr(config.actor.moe, key):
-                yield (
-                    f"batching.share_prompts routes the tokens of a prompt once for several rows, and actor.moe.{key} "
-                    f"counts them for each row; set batching.share_prompts=false, or leave actor.moe.{key} out"
-                )
+    """Yield why the routing of experts can't be replayed."""
     if not config.actor.moe.replay_routing:
         return
+    if config.batching.share_prompts:
+        yield (
+            f"batching.share_prompts routes the tokens of a prompt once for several rows, and {_KEY} records experts for "
+            f"each row, which may differ by rounding; set batching.share_prompts=false or {_KEY}=false"
+        )
     if not recipe_of(config).generates:
         yield f"{_KEY} is set, but recipe={config.recipe.name} has no old log-probs; set {_KEY}=false"
     elif config.algorithm.correction.bypass:

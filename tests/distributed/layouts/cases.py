@@ -170,11 +170,15 @@ def families_of(layout: str) -> list[str]:
     return [f"{name}_{'deep' if num_stages <= 5 else 'deeper'}" for name in families]
 
 
+def modes_of(layout: str) -> list[str]:
+    """Return the modes that run on a layout."""
+    shares = LAYOUTS[layout][1].get("cp_method") != "all_gather"
+    return [mode for mode in MODES if shares or mode != "shared"]
+
+
 def cases_of(layout: str) -> list[Case]:
     """Return what runs on a layout: everything on request, else each family, mode and role at least once."""
-    families, modes = families_of(layout), list(MODES)
-    if LAYOUTS[layout][1].get("cp_method") == "all_gather":
-        modes.remove("shared")
+    families, modes = families_of(layout), modes_of(layout)
     product = [Case(*names) for names in itertools.product(families, modes, ROLES)]
     if RUNS_ALL:
         return product

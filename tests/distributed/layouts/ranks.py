@@ -109,14 +109,12 @@ def _step(
 def _plan(context: RankContext, config: Config, batch: BatchedDataDict) -> Any:
     lengths, batching = batch["input_ids"].lengths.numpy(), role_batching(config, "actor")
     prompts = np.array([length for length, _ in SIZES]) if batching.share_prompts else None
-    return make_plan(
-        lengths,
-        context.layout.align(batching),
-        dp_size=context.layout.dp_size,
-        groups=prompts,
-        split_groups=True,
-        prefixes=prompts,
+    # Of few rows, plans of runs would split the groups to balance the ranks, and share nothing.
+    plan = make_plan(
+        lengths, context.layout.align(batching), dp_size=context.layout.dp_size, groups=prompts, prefixes=prompts
     )
+    assert prompts is None or np.count_nonzero(plan.shared) == 4
+    return plan
 
 
 def _set_head(weight: Tensor) -> None:

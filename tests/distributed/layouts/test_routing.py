@@ -8,7 +8,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from tests.distributed.layouts import routing_ranks
-from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, batch_of
+from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, batch_of, modes_of
 from tests.distributed.processes import on_ranks
 
 # Layouts, families and ways to recompute activations.
@@ -39,7 +39,7 @@ def test_balance_loss_and_its_gradients_are_those_of_each_row_alone(
     layout: str, family: str, checkpointing: str, tmp_path: Path
 ):
     config = routing_ranks.moe_config(family, layout, checkpointing, balance_coefficient=3.0)
-    cases = [(mode, config) for mode in ("packed", "dynamic", "fixed")]
+    cases = [(mode, config) for mode in modes_of(layout)]
     found = on_ranks(tmp_path, LAYOUTS[layout][0], routing_ranks.supervised_steps, layout, batch(), cases)[0]
     truth, expected = routing_ranks.supervised_truth(config, batch())
     for metrics, gradients in found:
