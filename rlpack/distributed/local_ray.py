@@ -32,6 +32,8 @@ _LOOPBACK = "127.0.0.1"
 _LOCALHOST = "resolve_ip_for_localhost"
 _POLL_S = 0.05
 _ANSWER_S = 5.0
+# After the deadline of a start, if no thread of this process could end it.
+_STUCK_S = 15.0
 # On a machine that stalls, the raylet gives up on its agents after 15 s.
 _ATTEMPTS = 3
 _PORT_POLL_MS = 500
@@ -117,6 +119,8 @@ def _start(start: Callable[[], Any], daemons: RayDaemons, placement: Placement, 
     with ExitStack() as stack:
         late = partial(_too_late, timeout_s, "one of its daemons does not answer")
         stack.enter_context(ended_at(deadline + _ANSWER_S - time.monotonic(), late, daemons.kill))
+        stuck = _too_late(timeout_s, "its workers ended before they registered, and raylet.err says why")
+        daemons.end_start_after(deadline + _STUCK_S - time.monotonic(), stuck)
         for module, name, replace in _replacements(nodes, daemons, ranks, timeout_s, deadline):
             stack.enter_context(_replaced(module, name, replace))
         try:

@@ -69,6 +69,10 @@ class RayDaemons(RayWatch):
                 self._reaper.stdin.write(os.fsencode(f"{line}\n"))
                 self._reaper.stdin.flush()
 
+    def end_start_after(self, seconds: float, error: Exception) -> None:
+        """Have the script end the daemons, and report the error, unless `watch` is called within some seconds."""
+        self._tell(f"start_by {seconds} {' '.join(str(error).split())}")
+
     def watch(self, logs: str, silence_s: float) -> None:
         """Watch the daemons of a Ray that has started, until `stop_watching`.
 
@@ -77,6 +81,7 @@ class RayDaemons(RayWatch):
             silence_s: how long one may be stopped, as by SIGSTOP.
         """
         self._watched = {name: process for name, process in self._started if name in NEEDED}  # of the last attempt
+        self._tell("started")
         self._tell(f"ray_logs {logs}")
         self._silence_s = silence_s
         self.start_watching(logs)

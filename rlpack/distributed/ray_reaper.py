@@ -8,9 +8,13 @@ waits a moment, and kills all processes of these sessions.
 Ray ends a driver without a message if the object store, a part of the raylet, ends while the driver uses it. This
 script finds that in the log that Ray keeps of the driver, and reports it on standard error and in the run's log.
 
+While Ray starts, it waits for its first workers with Python's lock held. If they end before they have registered, it
+waits for ever, and no thread of the driver can run. So this script reports a start that is late, too, and ends the
+daemons, with which Ray ends the driver.
+
     python -I -S ray_reaper.py DRIVER_PID TOKEN_FOLDER
 
-Lines of standard input are ids of sessions, `ray_logs FOLDER`, and `run_log FILE`.
+Lines of standard input are ids of sessions, `ray_logs FOLDER`, `run_log FILE`, `start_by SECONDS ERROR` and `started`.
 """
 
 import glob
@@ -20,7 +24,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 _GRACE_S, _KILL_S, _POLL_S = 2.0, 10.0, 0.05
@@ -51,21 +55,31 @@ def _told_by(driver: int) -> tuple[dict[int, int], dict[str, str]]:
     """
     sessions: dict[int, int] = {}
     places: dict[str, str] = {}
+    deadline, error = float("inf"), ""
     ends = [0]
     with suppress(OSError, AttributeError):
         ends.append(os.pidfd_open(driver))
     text = b""
     while True:
-        ready, _, _ = select.select(ends, [], [], _PARENT_S)
+        ready, _, _ = select.select(ends, [], [], max(0.0, min(_PARENT_S, deadline - time.monotonic())))
         chunk = os.read(0, 4096) if 0 in ready else b""
         text += chunk
         *lines, text = text.split(b"\n")
         for line in lines:
             name, _, place = os.fsdecode(line).partition(" ")
-            if place:
+            if name == "start_by":
+                seconds, _, error = place.partition(" ")
+                deadline = time.monotonic() + float(seconds)
+            elif name == "started":
+                deadline = float("inf")
+            elif place:
                 places[name] = place
             elif (stat := _stat(int(name))) is not None:
                 sessions[int(name)] = stat[2]
+        if time.monotonic() > deadline:
+            deadline = float("inf")
+            os.write(2, os.fsencode(f"rlpack train: {error}\n"))
+            _kill(_members(sessions))
         is_over = os.getppid() != driver or len(ready) > 0
         if is_over and not chunk:
             return sessions, places
@@ -100,10 +114,14 @@ def _end(sessions: dict[int, int]) -> None:
         if not pids:
             return
         if time.monotonic() > began + _GRACE_S:
-            for pid in pids:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(pids)
         time.sleep(_POLL_S)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _members(sessions: dict[int, int]) -> Iterator[int]:

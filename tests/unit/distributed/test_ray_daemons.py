@@ -151,6 +151,34 @@ def test_a_driver_is_told_that_a_daemon_ended_and_is_ended_if_it_never_asks(what
     assert not psutil.pid_exists(int(pid)) or is_gone(psutil.Process(int(pid)))
 
 
+LATE = """
+import ctypes, subprocess, sys
+from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.ray_daemons import RayDaemons
+from rlpack.distributed.run_token import RunToken
+
+daemons = RayDaemons(RunToken())
+raylet = daemons.starting(subprocess.Popen)(["sleep", "300"])
+daemons.end_start_after(1.0, PlacementError("Ray did not start\\non this machine"))
+if sys.argv[1] == "in time":
+    daemons.watch("/tmp/ray/session_x/logs", 6.0)
+print(raylet.pid, flush=True)
+ctypes.PyDLL(None).sleep(4)  # with Python's lock held, as Ray does while it waits for its first workers
+print(raylet.poll(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["late", "in time"])
+def test_daemons_of_a_start_that_hangs_in_ray_are_ended_and_the_error_is_printed(when: str):
+    command = [sys.executable, "-c", LATE, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    is_late = when == "late"
+    assert done.stderr == ("rlpack train: Ray did not start on this machine\n" if is_late else "")
+    assert done.stdout.split()[1] == (str(-signal.SIGKILL) if is_late else "None")
+    pid = int(done.stdout.split()[0])
+    psutil.wait_procs([process for process in psutil.process_iter() if process.pid == pid], timeout=10)
+
+
 class Ending:
     """Stands in for daemons of which one ends after two looks."""
 
