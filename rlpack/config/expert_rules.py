@@ -14,8 +14,8 @@ def expert_problems(config: Config) -> Iterator[str]:
         return
     if config.batching.share_prompts:
         yield (
-            f"batching.share_prompts routes the tokens of a prompt once for several rows, and {_KEY} records experts for "
-            f"each row, which may differ by rounding; set batching.share_prompts=false or {_KEY}=false"
+            f"batching.share_prompts routes the tokens of a prompt once for several rows, and {_KEY} records experts "
+            f"for each row, which may differ by rounding; set batching.share_prompts=false or {_KEY}=false"
         )
     if not recipe_of(config).generates:
         yield f"{_KEY} is set, but recipe={config.recipe.name} has no old log-probs; set {_KEY}=false"

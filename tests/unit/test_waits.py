@@ -47,8 +47,9 @@ BOUNDED = {
         "recipes/driver/policy_stages.py: kl.result()",
         "recipes/driver/policy_stages.py: pending.result()",
         "recipes/driver/policy_stages.py: step.pending_kl.result()",
-        "recipes/driver/reward_stages.py: pending.result()",
-        "recipes/driver/engine_restarts.py: rollout.ranks.submit(call).result()",
+        "recipes/driver/reward_stages.py: pending.result(on_scored=partial(_count_flops, session))",
+        "recipes/driver/engine_restarts.py: "
+        "rollout.ranks.submit(Call(rollout.role, method.__name__, no_arguments, {}, starts=starts)).result()",
         "recipes/driver/router.py: calls.pop(rank).pending.result()",
         "recipes/preflight/reward_smoke_test.py: rewards.result()",
         "rlpack/testing/local_ranks.py: self.submit(Call(role, method, [args] * self.num_ranks, {})).result()",
