@@ -47,6 +47,7 @@ BOUNDED = {
         "recipes/driver/policy_stages.py: kl.result()",
         "recipes/driver/policy_stages.py: pending.result()",
         "recipes/driver/policy_stages.py: step.pending_kl.result()",
+        "recipes/driver/reward_stages.py: pending.result()",
         "recipes/driver/reward_stages.py: pending.result(on_scored=partial(_count_flops, session))",
         "recipes/driver/engine_restarts.py: "
         "rollout.ranks.submit(Call(rollout.role, method.__name__, no_arguments, {}, starts=starts)).result()",
