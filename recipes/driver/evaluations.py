@@ -65,13 +65,11 @@ class _UnderWay:
         place: phase and step after which it was started.
         context: where it records metrics.
         call: its thread.
-        lost_at: `EngineAccess.epoch` when its last engine failed, if that happened.
     """
 
     place: Place
     context: StepContext
     call: BackgroundCall[None]
-    lost_at: int | None = None
 
 
 class Evaluations:
@@ -89,6 +87,7 @@ class Evaluations:
         self._under_way: _UnderWay | None = None
         self._thread: threading.Thread | None = None
         self._has_ended = False
+        self._lost_at: int | None = None  # `EngineAccess.epoch` when the last engine of the one under way failed
 
     @property
     def is_under_way(self) -> bool:
@@ -102,6 +101,7 @@ class Evaluations:
     def begin(self, place: Place, context: StepContext, evaluate: Callable[[], None]) -> None:
         """Start the evaluation after a step in a separate thread."""
         assert self._under_way is None, "an evaluation is started before the last one was waited for"
+        self._lost_at = None
         call = BackgroundCall(partial(self._run, place, context, evaluate), name="evaluate")
         self._under_way = _UnderWay(place, context, call)
 
@@ -124,7 +124,7 @@ class Evaluations:
         try:
             with under_way.context.lease.awaited():
                 while not under_way.call.wait(_LOOK_S):
-                    if under_way.lost_at == access.epoch:
+                    if self._lost_at == access.epoch:
                         raise weights_are_gone()
             under_way.call.outcome()
         finally:
@@ -135,8 +135,8 @@ class Evaluations:
 
     def lose_engines(self, access: EngineAccess) -> None:
         """Note that all engines of the current thread's evaluation failed; do nothing in other threads."""
-        if self._under_way is not None and threading.current_thread() is self._thread:
-            self._under_way.lost_at = access.epoch
+        if threading.current_thread() is self._thread:
+            self._lost_at = access.epoch
 
     def end(self) -> None:
         """Give up: the run ends, so an evaluation that is under way loses its roles, which is not worth a warning."""

@@ -197,15 +197,28 @@ class Router:
         try:
             for rank in self._in_flight:
                 if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
-                    calls[rank] = self._advance(rank, outboxes[rank])
-        except RanksRestartedError:
-            return  # the other calls are lost, too
+                    calls[rank] = self._advance(rank, [row for rows in outboxes[rank] for row in rows])
+                    outboxes[rank].clear()
+        except RanksRestartedError:  # the other calls are lost, too
+            for rank, groups in outboxes.items():
+                self._take_back(rank, groups)
         finally:
             self._share.sent()
 
-    def _assign(self, free: set[int]) -> dict[int, list[int]]:
-        """Assign waiting rows to ranks that have no call under way, and return the rows of each rank."""
-        outboxes: dict[int, list[int]] = {rank: [] for rank in self._in_flight}
+    def _take_back(self, rank: int, groups: list[list[int]]) -> None:
+        """Queue groups that were assigned to a rank and not sent."""
+        for rows in reversed(groups):
+            self._remove(rank, rows)
+            self._queue(rows)
+
+    def _queue(self, rows: list[int]) -> None:
+        """Queue rows of one group before all others."""
+        self._waiting.appendleft(rows)
+        self._share.queue(len(rows))
+
+    def _assign(self, free: set[int]) -> dict[int, list[list[int]]]:
+        """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
+        outboxes: dict[int, list[list[int]]] = {rank: [] for rank in self._in_flight}
         engines = {self._access.engine_of(rank): rank for rank in self._healthy}
         while self._waiting:
             rows = self._waiting[0]
@@ -217,7 +230,7 @@ class Router:
             self._waiting.popleft()
             self._in_flight[rank].update(rows)
             self._engine_of |= dict.fromkeys(rows, self._access.engine_of(rank))
-            outboxes[rank] += rows
+            outboxes[rank].append(rows)
         return outboxes
 
     def _remove(self, rank: int, rows: list[int]) -> None:
@@ -282,8 +295,7 @@ class Router:
                 raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
             by_group.setdefault(int(self._group_of[row]), []).append(row)
         for rows in reversed(by_group.values()):
-            self._waiting.appendleft(rows)
-            self._share.queue(len(rows))
+            self._queue(rows)
         for row, failure in list(failures.items())[:1]:
             logger.warning(
                 "role %s, rank %d: %d row(s) are generated again from their seeds, the first one %s: %s",

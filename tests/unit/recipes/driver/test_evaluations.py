@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.store import LocalLease
 from rlpack.config.schema import Evaluation, Trainer
 from rlpack.data.sampler import step_seed
 from rlpack.distributed.errors import RoleError
@@ -20,7 +22,8 @@ from rlpack.observe.sinks import ResumePoint
 from rlpack.recipes.driver import ahead, evaluation, evaluations, started_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
-from rlpack.recipes.driver.evaluations import EnginesOnly
+from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.evaluations import EnginesOnly, Evaluations
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
@@ -78,6 +81,32 @@ class DrainedEngines:
         versions = self.sample()
         assert session.progress.step == step.number
         step.metrics |= {"evaluation/reward_sampled": float(sum(versions)), "evaluation/graded_rewards": min(versions)}
+
+
+def test_an_evaluation_that_loses_its_engines_at_once_fails_and_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    access, has_lost, may_end = EngineAccess(are_concurrent=True), threading.Event(), threading.Event()
+    every, context = Evaluations(), StepContext(1, Progress(), lease=LocalLease())
+
+    def lose() -> None:
+        every.lose_engines(access)
+        has_lost.set()
+        may_end.wait(30.0)
+
+    class SlowCall(BackgroundCall[None]):
+        """Returns to the thread that starts it only after the engines were lost."""
+
+        def __init__(self, function: Any, *, name: str) -> None:
+            super().__init__(function, name=name)
+            assert has_lost.wait(30.0)
+
+    monkeypatch.setattr(evaluations, "BackgroundCall", SlowCall)
+    monkeypatch.setattr(evaluations, "_LOOK_S", 0.01)
+    threading.Timer(5.0, may_end.set).start()
+    every.begin(("train", 1), context, lose)
+    with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone"):
+        every.finish(access)
 
 
 def session_with_lead(folder: Path, *, steps: int, lead: int = 1, every: int = 1) -> SavingSession:

@@ -389,6 +389,14 @@ def test_rows_in_flight_are_sampled_again_on_ranks_that_were_started_again(resta
     assert same(rows, expected)
 
 
+def test_rows_that_were_not_sent_before_a_restart_cost_no_attempt():
+    ranks = Ranks(2)
+    ranks.group = WorkerGroup("rollout", RestartingRanks(ranks, 2, 1), Batching(max_tokens=64))
+    rows, router = ranks.run(prompts(2), capacity=4)
+    assert same(rows, expected(ranks, prompts(2)))
+    assert router.repeated == 4  # of the rank whose call was lost; the other rank got none before
+
+
 def test_a_publication_that_meets_a_restart_costs_no_row_an_attempt():
     ranks = Ranks(2)
     ranks.group = WorkerGroup("rollout", RestartingRanks(ranks, 2, 2), Batching(max_tokens=64))
