@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rlpack.algorithms.correction import lag_masks, mismatch_sums, mismatch_totals
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.kl import at_bound, kl_estimate
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
@@ -127,8 +128,11 @@ class PolicyGradientLoss(LogprobLoss):
         needs_entropy: true, because the mean entropy is a metric.
         advantage_moments: moments by which the advantages are normalized; None leaves them unchanged.
         on_policy: whether the batch gets this one optimizer step only. The old log-probs are then the step's own, and
-            the ratio is 1. The column `logprobs` isn't read; the step itself measures `logprob_gap` and `response_kl`.
+            the ratio is 1. The column `logprobs` isn't read; the step itself measures `logprob_gap` and `response_kl`,
+            and, with `lags`, the totals from which `mismatch/*` are computed.
         responses: number of responses over which the metric `response_kl` is a mean.
+        lags: how many lags of tokens, from 0 on, an update without old log-probs measures apart; 0 for no mismatch.
+        newest: the newest policy version, that of lag 0.
     """
 
     algorithm: Algorithm
@@ -137,15 +141,18 @@ class PolicyGradientLoss(LogprobLoss):
     advantage_moments: Moments | None = field(default=None, kw_only=True)
     on_policy: bool = field(default=False, kw_only=True)
     responses: int = field(default=1, kw_only=True)
+    lags: int = field(default=0, kw_only=True)
+    newest: int = field(default=0, kw_only=True)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads: with a KL term also the reference's log-probs."""
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
-        old = "rollout_logprobs" if self.on_policy else "logprobs"
+        versions = ("policy_version",) if self.lags else ()
+        old = ("rollout_logprobs", *versions) if self.on_policy else ("logprobs",)
         weights = ("importance_weights",) if self.algorithm.correction.weights != "none" else ()
         routing = ("routed_experts",) if self.replays_routing else ()
-        return (*_COMMON, old, "advantages", *weights, *reference, *routing)
+        return (*_COMMON, *old, "advantages", *weights, *reference, *routing)
 
     def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
         """Return this loss with another weight of the KL term."""
@@ -211,6 +218,7 @@ class PolicyGradientLoss(LogprobLoss):
         if self.on_policy:
             gap = (tokens.logprobs.detach() - response_values(rows, "rollout_logprobs", weight)).abs()
             metrics["logprob_gap"] = (token_weight.double() * gap).sum()
+            metrics |= self._mismatch(tokens, rows) if self.lags else {}
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * (weight * entropy).sum()
         return MicrobatchLoss(loss, metrics | {"loss": loss.detach()})
@@ -224,6 +232,21 @@ class PolicyGradientLoss(LogprobLoss):
         return PolicyTokens(
             logprobs, old, advantages, token_weight > 0, rows["response_mask"].lengths.to(logprobs.device)
         )
+
+    def _mismatch(self, tokens: PolicyTokens, rows: BatchedDataDict) -> dict[str, Tensor]:
+        """Return the totals of `mismatch_totals` over the trained tokens, and those of each lag, preceded by `lag<k>_`.
+
+        They are computed on the CPU, where the rows are.
+        """
+        own = tokens.logprobs.detach().cpu()
+        mask = rows["response_mask"].with_values(tokens.mask.cpu())
+        parts = lag_masks(mask, rows["policy_version"].values, self.newest, self.lags - 1)
+        metrics: dict[str, Tensor] = {}
+        for prefix, part in {"": mask, **{f"lag{lag}_": part for lag, part in parts.items()}}.items():
+            sums = mismatch_sums(own, rows["rollout_logprobs"].values, part)
+            totals = mismatch_totals(sums, part.count_nonzero())
+            metrics |= {f"{prefix}{name}": total for name, total in totals.items()}
+        return metrics
 
     def _kl(self, logprobs: Tensor, rows: BatchedDataDict, mask: Tensor) -> Tensor:
         """Return the estimate of the KL divergence from the reference at each token, [T]."""

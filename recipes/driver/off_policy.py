@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlpack.algorithms.correction import mismatch_metrics
+from rlpack.algorithms.correction import mismatch_metrics, mismatch_totals
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.fields import Column
 from rlpack.packing import MicrobatchPlan
@@ -13,6 +13,9 @@ from rlpack.recipes.driver.mismatch_limits import check_mismatch
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
+
+# How the sums and totals of `rlpack.algorithms.correction` are named.
+_TOTAL = "mismatch_"
 
 
 def correct_off_policy(
@@ -24,7 +27,8 @@ def correct_off_policy(
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
-    so for the tokens of each lag. Tokens of lag 0 were sampled with the weights that the trainer has, so the limit on
+    so for the tokens of each lag. Without log-probs from before the update, the update itself measures them
+    (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit on
     the gap of log-probs (`rollout.max_logprob_gap`) applies to them.
 
     Args:
@@ -37,22 +41,20 @@ def correct_off_policy(
         MismatchError: a metric exceeds its limit in `algorithm.correction.stop_above`.
         LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
-    settings, lead = session.config.algorithm.correction, session.config.trainer.lead
-    lags = session.config.trainer.measured_lags if lead else range(0)
-    if "logprobs" not in rollouts or settings.bypass or not (settings.measures or (lead and not _is_filtered(session))):
+    settings, lags = session.config.algorithm.correction, measured_lags(session)
+    if "logprobs" not in rollouts or settings.bypass or not (settings.measures or lags):
         return rollouts
     with step.timer("correction"):
-        newest = session.rollout_weights.version if lead else 0
+        newest = session.rollout_weights.version if lags else 0
         found = session.actor.with_plan(plan).run(
             ActorWorker.correct, rollouts, settings, newest=newest, lead=lags[-1] if lags else None
         )
     tokens = rollouts["response_tokens"]
-    step.metrics |= mismatch_metrics(_sums(found, ""), tokens)
+    totals = _totals(_sums(found, ""), tokens, "")
     for lag in lags:
         sums = _sums(found, f"lag{lag}_")
-        own = mismatch_metrics(sums, sums["mismatch_tokens"])
-        step.metrics |= {name.replace("mismatch/", f"mismatch/lag_{lag}/"): value for name, value in own.items()}
-    check_mismatch(session, step)
+        totals |= _totals(sums, sums["mismatch_tokens"], f"lag{lag}_")
+    _record(session, step, totals)
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
@@ -62,12 +64,41 @@ def correct_off_policy(
     return rollouts.union(added)
 
 
+def measured_lags(session: Session) -> range:
+    """Return the lags of tokens that have metrics of their own; none without a lead, or if the sampler filters."""
+    is_filtered = session.config.rollout.top_k > 0 or session.config.rollout.top_p < 1
+    has_lags = session.config.trainer.lead > 0 and (session.config.algorithm.correction.measures or not is_filtered)
+    return session.config.trainer.measured_lags if has_lags else range(0)
+
+
+def record_mismatch_of_update(session: Session, step: StepContext) -> None:
+    """Replace what the update's loss measured of the mismatch, if anything, by the metrics that are logged.
+
+    Raises:
+        LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
+    """
+    measured = {name: value for name, value in step.metrics.items() if name.startswith("actor/") and _TOTAL in name}
+    for name in measured:
+        del step.metrics[name]
+    if measured:
+        _record(session, step, {name.removeprefix("actor/"): value for name, value in measured.items()})
+
+
+def _record(session: Session, step: StepContext, totals: Mapping[str, float]) -> None:
+    """Record the metrics of all tokens and of each lag, and check their limits."""
+    for lag in (None, *measured_lags(session)):
+        prefix, place = ("", "mismatch/") if lag is None else (f"lag{lag}_", f"mismatch/lag_{lag}/")
+        own = {name.removeprefix(prefix): value for name, value in totals.items() if name.startswith(prefix + _TOTAL)}
+        step.metrics |= {name.replace("mismatch/", place): value for name, value in mismatch_metrics(own).items()}
+    check_mismatch(session, step)
+
+
+def _totals(sums: Mapping[str, Tensor], tokens: Tensor, prefix: str) -> dict[str, float]:
+    """Return the totals over rows, their names preceded by `prefix`."""
+    return {f"{prefix}{name}": total.item() for name, total in mismatch_totals(sums, tokens).items()}
+
+
 def _sums(found: Mapping[str, Column], prefix: str) -> dict[str, Tensor]:
     """Return the sums of some tokens by their names without the prefix."""
-    start = f"{prefix}mismatch_"
+    start = prefix + _TOTAL
     return {name.removeprefix(prefix): column for name, column in found.items() if name.startswith(start)}  # pyright: ignore[reportReturnType]  # per-row numbers
-
-
-def _is_filtered(session: Session) -> bool:
-    """Return whether the sampler's log-probs are those of a part of the vocabulary."""
-    return session.config.rollout.top_k > 0 or session.config.rollout.top_p < 1

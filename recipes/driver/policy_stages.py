@@ -20,6 +20,7 @@ from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
+from rlpack.recipes.driver.off_policy import measured_lags, record_mismatch_of_update
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -236,6 +237,7 @@ def update_actor(
     if "kept_mask" in rollouts:  # rejected tokens don't train; all else was computed over the whole responses
         rollouts = rollouts.drop(["response_mask"]).union({"response_mask": rollouts["kept_mask"]})
     has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
+    lags = measured_lags(session)
     loss = PolicyGradientLoss(
         session.config.algorithm,
         temperature=session.config.rollout.temperature,
@@ -243,6 +245,8 @@ def update_actor(
         on_policy="logprobs" not in rollouts,
         replays_routing="routed_experts" in rollouts,
         responses=max(1, int(rollouts["valid"].sum())),
+        lags=len(lags),
+        newest=session.rollout_weights.version if lags else 0,
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
@@ -256,6 +260,7 @@ def update_actor(
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
+    record_mismatch_of_update(session, step)
     gap = step.metrics.get("rollout/logprob_gap") if loss.on_policy else None
     if gap is not None and step.lag > 0:
         session.logprob_gap_limit.check_lagged(gap, step.number, step.lag)

@@ -103,7 +103,7 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
 
 
 def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, Tensor]:
-    """Return what `mismatch_metrics` needs of each row: sums over its response tokens, f64 [B] each.
+    """Return what `mismatch_totals` needs of each row: sums over its response tokens, f64 [B] each.
 
     `mismatch_difference` is Σ d, `_gap` Σ |d|, `_largest` max |d|, `_k3` Σ (exp(d) − 1 − d), `_square` Σ exp(d)²; d is
     clamped to ±20 in the last two.
@@ -124,7 +124,7 @@ def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, 
 def correction_sums(
     logprobs: Tensor, sampled: Tensor, mask: Ragged, weights: Tensor | None, free: Tensor | None, kept: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return what `mismatch_metrics` needs of each row, f64 [B] each: `mismatch_sums`, and sums of what was corrected.
+    """Return what `mismatch_totals` needs of each row, f64 [B] each: `mismatch_sums`, and sums of what was corrected.
 
     `mismatch_weight` is Σ w and `_weight_square` Σ w², `_bounded` and `_rejected` count tokens whose weight was bounded
     and tokens that were rejected; `_tokens` counts all.
@@ -148,7 +148,30 @@ def correction_sums(
     return sums
 
 
-def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, float]:
+def mismatch_totals(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return what `mismatch_metrics` needs, 0-dimensional: sums over rows, and the maximum of `mismatch_largest`.
+
+    Totals of parts of the rows add up; names that end in `_max` merge by the maximum. `mismatch_rows` counts the rows
+    with tokens, and `mismatch_perplexity` is the sum over them of exp(−mean d).
+
+    Args:
+        sums: of `mismatch_sums` or `correction_sums`, f64 [B].
+        tokens: response tokens of each row, integers [B].
+    """
+    rows = tokens > 0
+    means = (sums["mismatch_difference"] / tokens.clamp(min=1))[rows]
+    totals = {name: column.sum() for name, column in sums.items() if name != "mismatch_largest"}
+    totals["mismatch_tokens"] = tokens.sum()
+    totals["mismatch_rows"] = rows.sum()
+    largest = sums["mismatch_largest"]
+    totals["mismatch_largest_max"] = largest.max() if largest.numel() else largest.new_zeros(())
+    totals["mismatch_perplexity"] = (-means).clamp(max=MAX_LOG_RATIO).exp().sum()
+    if "mismatch_rejected" in sums:
+        totals["mismatch_rejected_rows"] = (sums["mismatch_rejected"] >= tokens)[rows].sum()
+    return totals
+
+
+def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Return how far π_old is from μ, over the tokens of some rows, by the metrics' names; {} without tokens.
 
     - `mismatch/kl` = −mean d, the k1 estimate of KL(μ ‖ π_old), and `k3` its non-negative estimate;
@@ -160,29 +183,27 @@ def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, fl
     - with rejection, `mismatch/rejected_tokens` and `rejected_rows`, rows of which every token was rejected.
 
     Args:
-        sums: of `mismatch_sums` or `correction_sums`, f64 [B].
-        tokens: response tokens of each row, int64 [B].
+        totals: of `mismatch_totals`.
     """
-    total, rows = tokens.sum().item(), tokens > 0
+    total = totals["mismatch_tokens"]
     if not total:
         return {}
-    means = (sums["mismatch_difference"] / tokens.clamp(min=1))[rows]
     metrics = {
-        "mismatch/kl": -(sums["mismatch_difference"].sum().item() / total),
-        "mismatch/k3": sums["mismatch_k3"].sum().item() / total,
-        "mismatch/chi2": sums["mismatch_square"].sum().item() / total - 1.0,
-        "mismatch/gap": sums["mismatch_gap"].sum().item() / total,
-        "mismatch/largest_gap": sums["mismatch_largest"].max().item(),
-        "mismatch/perplexity_ratio": (-means).clamp(max=MAX_LOG_RATIO).exp().mean().item(),
+        "mismatch/kl": -(totals["mismatch_difference"] / total),
+        "mismatch/k3": totals["mismatch_k3"] / total,
+        "mismatch/chi2": totals["mismatch_square"] / total - 1.0,
+        "mismatch/gap": totals["mismatch_gap"] / total,
+        "mismatch/largest_gap": totals["mismatch_largest_max"],
+        "mismatch/perplexity_ratio": totals["mismatch_perplexity"] / totals["mismatch_rows"],
     }
-    if "mismatch_weight" in sums:
-        weight, square = sums["mismatch_weight"].sum().item(), sums["mismatch_weight_square"].sum().item()
+    if "mismatch_weight" in totals:
+        weight, square = totals["mismatch_weight"], totals["mismatch_weight_square"]
         metrics["mismatch/weight_mean"] = weight / total
         metrics["mismatch/effective_share"] = weight**2 / (square * total) if square > 0 else 0.0
-        metrics["mismatch/weights_bounded"] = sums["mismatch_bounded"].sum().item() / total
-    if "mismatch_rejected" in sums:
-        metrics["mismatch/rejected_tokens"] = sums["mismatch_rejected"].sum().item()
-        metrics["mismatch/rejected_rows"] = float((sums["mismatch_rejected"] >= tokens)[rows].sum())
+        metrics["mismatch/weights_bounded"] = totals["mismatch_bounded"] / total
+    if "mismatch_rejected" in totals:
+        metrics["mismatch/rejected_tokens"] = totals["mismatch_rejected"]
+        metrics["mismatch/rejected_rows"] = totals["mismatch_rejected_rows"]
     return metrics
 
 

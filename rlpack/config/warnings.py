@@ -117,32 +117,19 @@ def _unread_correction(config: Config) -> Iterator[str]:
 
 def _unmeasured_lag(config: Config) -> Iterator[str]:
     """Yield a warning if a run with a lead has no metrics of how far its responses' policy is from the trained one."""
-    trainer, correction, rollout = config.trainer, config.algorithm.correction, config.rollout
-    if not trainer.lead or not recipe_of(config).generates or correction.measures:
+    lead, correction, rollout = config.trainer.lead, config.algorithm.correction, config.rollout
+    if not lead or not recipe_of(config).generates or correction.measures:
         return
-    sequences = trainer.prompts_per_step * trainer.group_size
-    steps_are_one = trainer.updates_per_batch == 1 and (trainer.mini_batch_size or sequences) >= sequences
     if rollout.top_k > 0 or rollout.top_p < 1:
         yield (
-            f"trainer.lead is {trainer.lead}, but rollout.top_k or rollout.top_p filters what is sampled, so its "
+            f"trainer.lead is {lead}, but rollout.top_k or rollout.top_p filters what is sampled, so its "
             "log-probs can't be compared with the actor's: no metrics mismatch/* show how stale responses are"
         )
-        return
-    needs_kl = config.algorithm.kl_placement == "reward" and config.algorithm.kl_coef > 0
-    if correction.bypass or (steps_are_one and not config.actor.lora.dropout and not needs_kl):
-        why = (
-            "algorithm.correction.bypass=true skips the log-probs before the update"
-            if correction.bypass
-            else "with one optimizer step per batch, no log-probs may be computed before the update"
-        )
-        way = (
-            "set it to false"
-            if correction.bypass
-            else "algorithm.correction.warn_above={k3: 0.1} computes them, in a forward pass, and warns above the limit"
-        )
+    elif correction.bypass:
         yield (
-            f"trainer.lead is {trainer.lead}, but {why}: then no metrics mismatch/* show how far stale responses are "
-            f"from the policy; {way}"
+            f"trainer.lead is {lead}, but algorithm.correction.bypass=true takes the sampler's log-probs for those "
+            "before the update: then no metrics mismatch/* show how far stale responses are from the policy; set it to "
+            "false"
         )
 
 

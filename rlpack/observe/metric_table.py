@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
     "mismatch/kl": Metric(
         "nats",
         "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "
-        "log μ - log π (algorithm.correction; so are all metrics mismatch/*).",
+        "log μ - log π (algorithm.correction or trainer.lead; so are all metrics mismatch/*).",
     ),
     "mismatch/k3": Metric("nats", "As mismatch/kl, by the k3 estimator, which is never negative."),
     "mismatch/chi2": Metric("1", "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20."),

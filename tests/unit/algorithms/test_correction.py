@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlpack.algorithms.correction import importance_weights, kept_tokens, mismatch_metrics, mismatch_sums
+from rlpack.algorithms.correction import (
+    importance_weights,
+    kept_tokens,
+    mismatch_metrics,
+    mismatch_sums,
+    mismatch_totals,
+)
 from rlpack.batch.ragged import Ragged
 from rlpack.config.sections.correction_settings import CRITERIA, bounds_of
 
@@ -109,10 +115,15 @@ def test_a_token_has_to_pass_all_criteria():
     assert 0 < kept.sum() < min(one.sum() for one in single)
 
 
+def metrics_of(own: torch.Tensor, sampled: torch.Tensor, mask: Ragged, tokens: torch.Tensor) -> dict[str, float]:
+    totals = mismatch_totals(mismatch_sums(own, sampled, mask), tokens)
+    return mismatch_metrics({name: total.item() for name, total in totals.items()})
+
+
 @pytest.mark.parametrize("case", CASES[:3])
 def test_divergences_of_a_batch_are_those_of_its_tokens(case):
     tokens = torch.tensor(ROWS)
-    found = mismatch_metrics(mismatch_sums(case.own, case.sampled, case.mask), tokens)
+    found = metrics_of(case.own, case.sampled, case.mask, tokens)
     every = np.concatenate(case.differences)
     bounded = np.clip(every, -20, 20)
     expected = {
@@ -128,14 +139,14 @@ def test_divergences_of_a_batch_are_those_of_its_tokens(case):
 
 def test_divergences_of_the_same_policy_are_zero():
     case = CASES[0]
-    found = mismatch_metrics(mismatch_sums(case.own, case.own, case.mask), torch.tensor(ROWS))
+    found = metrics_of(case.own, case.own, case.mask, torch.tensor(ROWS))
     assert found == dict.fromkeys(found, 0.0) | {"mismatch/perplexity_ratio": 1.0}
 
 
 def test_no_tokens_have_no_divergence():
     empty = Ragged(torch.zeros(0, dtype=torch.bool), torch.zeros(2, dtype=torch.int64))
     values = torch.zeros(0)
-    assert mismatch_metrics(mismatch_sums(values, values, empty), torch.zeros(2, dtype=torch.int64)) == {}
+    assert metrics_of(values, values, empty, torch.zeros(2, dtype=torch.int64)) == {}
     assert importance_weights(values, values, empty, level="sequence", upper=2.0).shape == (0,)
 
 

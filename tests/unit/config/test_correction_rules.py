@@ -88,13 +88,16 @@ def test_settings_without_effect_are_named(recipe: str, correction: dict[str, An
 @pytest.mark.parametrize(
     ("trainer", "correction", "rollout", "text"),
     [
-        ({}, {}, {}, "with one optimizer step per batch, no log-probs may be computed before the update"),
-        ({"mini_batch_size": 8}, {}, {}, "with one optimizer step per batch"),
-        ({"mini_batch_size": 4}, {}, {}, None),
+        ({}, {}, {}, None),
         ({"updates_per_batch": 2}, {}, {}, None),
         ({"lead": 0}, {}, {}, None),
         ({}, {"warn_above": {"k3": 0.1}}, {}, None),
-        ({"updates_per_batch": 2}, {"bypass": True}, {}, "algorithm.correction.bypass=true skips the log-probs"),
+        (
+            {"updates_per_batch": 2},
+            {"bypass": True},
+            {},
+            "algorithm.correction.bypass=true takes the sampler's log-probs",
+        ),
         ({"updates_per_batch": 2}, {}, {"top_k": 5}, "rollout.top_k or rollout.top_p filters what is sampled"),
     ],
 )

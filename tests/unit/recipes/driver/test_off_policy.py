@@ -14,6 +14,7 @@ from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.policy import TokenScores
 from rlpack.recipes.driver.off_policy import correct_off_policy
 from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, update_actor
+from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.rollout.errors import LogprobGapError, MismatchError
 from rlpack.workers.actor import ActorWorker
@@ -22,6 +23,7 @@ from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
 SIZES = [(2, 4), (3, 9), (1, 2), (2, 5)]
+LENGTHS = [prompt + response for prompt, response in SIZES]
 NEWEST = 7
 
 
@@ -32,10 +34,11 @@ class Updates:
         algorithm = Algorithm(correction=correction, aggregation="token_mean")
         trainer = Trainer(updates_per_batch=1, lead=lead)
         self.session: Session = session_of(folder, algorithm=algorithm, trainer=trainer)
+        self.session.progress = Progress(phase="train")
         self.session.__dict__["rollout_weights"] = SimpleNamespace(version=NEWEST)
         self.old = old
         self.batches: list[tuple[BatchedDataDict, PolicyGradientLoss]] = []
-        self.scored = 0
+        self.scored = self.lag = 0
         set_group(self.session, "actor", logprobs=self.logprobs, correct=self.correct, train_step=self.train_step)
 
     def logprobs(self, batch: BatchedDataDict) -> BatchedDataDict:
@@ -50,11 +53,16 @@ class Updates:
 
     def train_step(self, batch: BatchedDataDict, loss: PolicyGradientLoss, rate: float) -> list[dict[str, float]]:
         self.batches.append((batch, loss))
-        return [{"actor/skipped_steps": 0.0}]
+        if not loss.on_policy:
+            return [{"actor/skipped_steps": 0.0}]
+        scores = TokenScores(self.old, torch.zeros_like(self.old))
+        metrics = {name: value.item() for name, value in loss(scores, batch).metrics.items()}
+        return [{"actor/skipped_steps": 0.0} | {f"actor/{name}": value for name, value in metrics.items()}]
 
     def run(self, rollouts: BatchedDataDict) -> dict[str, float]:
         """Take one step; return its metrics."""
         step = self.session.begin_step(1)
+        step.lag = self.lag
         plan = self.session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(self.session, step, rollouts, plan)
         rollouts = correct_off_policy(self.session, step, rollouts, plan)
@@ -195,6 +203,54 @@ def test_metrics_of_a_lag_are_those_of_its_tokens(tmp_path: Path):
         }
         found = {name: metrics[f"mismatch/lag_{lag}/{name}"] for name in expected}
         assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+
+
+def test_an_update_without_old_log_probs_measures_lags_itself(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    updates = Updates(tmp_path, Correction(), old, lead=2)
+    metrics = updates.run(rollouts)
+    assert updates.scored == 0
+    d, versions = (old - rollouts["rollout_logprobs"].values).double(), rollouts["policy_version"].values
+    masks = {"": rollouts["response_mask"].values, **{f"lag_{lag}/": versions == NEWEST - lag for lag in range(3)}}
+    for place, mask in masks.items():
+        rows = [own[inside].mean() for own, inside in zip(d.split(LENGTHS), mask.split(LENGTHS), strict=True)]
+        expected = {
+            "kl": -d[mask].mean(),
+            "k3": (d[mask].exp() - 1 - d[mask]).mean(),
+            "chi2": (2 * d[mask]).exp().mean() - 1,
+            "gap": d[mask].abs().mean(),
+            "largest_gap": d[mask].abs().max(),
+            "perplexity_ratio": torch.stack([(-row).exp() for row in rows if not row.isnan()]).mean(),
+        }
+        found = {name: metrics[f"mismatch/{place}{name}"] for name in expected}
+        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+    assert not [name for name in metrics if name.startswith("actor/") and "mismatch" in name]
+    assert not [name for name in Updates(tmp_path, Correction(), old).run(rollouts) if name.startswith("mismatch/")]
+
+
+def test_an_update_measures_only_rows_that_train(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    valid = torch.tensor([True, False, True, True])
+    rollouts = with_versions(rollouts).drop(["valid"]).union({"valid": valid})
+    metrics = Updates(tmp_path, Correction(), old, lead=2).run(rollouts)
+    mask = rollouts["response_mask"]
+    trains = mask.values & valid[mask.segment_ids]
+    gaps = (old - rollouts["rollout_logprobs"].values).abs()[trains]
+    assert metrics["mismatch/gap"] == pytest.approx(gaps.mean().item(), rel=1e-5)
+
+
+def test_an_update_without_old_log_probs_ends_the_run_if_an_engine_is_wrong(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    newest = rollouts["policy_version"].values == NEWEST
+    updates = Updates(tmp_path, Correction(), old + newest * 3.0, lead=2)
+    updates.lag = 2
+    with pytest.raises(LogprobGapError, match="over 10 times the limit"):
+        updates.run(rollouts)
+    updates = Updates(tmp_path, Correction(), old + ~newest * 3.0, lead=2)
+    updates.lag, updates.session.logprob_gap_limit.limit = 2, 0.5
+    updates.run(rollouts)  # older versions may be any distance away
 
 
 def test_lags_that_no_step_of_the_run_reaches_cost_nothing(tmp_path: Path):
