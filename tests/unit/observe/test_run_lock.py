@@ -72,7 +72,7 @@ def test_a_second_process_is_refused_at_once_and_told_who_holds_the_directory(tm
         before, began = files(run_dir), time.monotonic()
         with pytest.raises(RunDirectoryError) as refused, lock_run_dir(run_dir):
             pass
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
         assert files(run_dir) == before
         assert f"run_dir={run_dir} is in use by process {other.pid} on {os.uname().nodename}, since 20" in str(
             refused.value
@@ -135,7 +135,7 @@ def test_a_killed_process_leaves_a_record_that_the_next_takes_over_with_a_log_li
         began = time.monotonic()
         with lock_run_dir(tmp_path):
             assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
     assert f"run_dir={tmp_path} was left by process {killed.pid} on" in caplog.text
     assert "taking it over" in caplog.text
 
@@ -189,7 +189,7 @@ def test_a_heartbeat_of_yesterday_is_not_watched(tmp_path: Path) -> None:
     os.utime(tmp_path / "run.lock", (yesterday, yesterday))
     began = time.monotonic()
     with lock_run_dir(tmp_path):
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 4.0
 
 
 def test_the_owner_shows_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_copy_of_a_running_runs_directory_can_be_used_at_once(
         shutil.copytree(run_dir, copy)
         began = time.monotonic()
         with lock_run_dir(copy):
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 4.0
             assert json.loads((copy / "run.lock").read_text())["pid"] == os.getpid()
         with pytest.raises(RunDirectoryError, match="is in use by process"), lock_run_dir(run_dir):
             pass

@@ -15,7 +15,7 @@ from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.pool.pool import RewardPool
 
 TIMEOUT_S = 0.5
-SLACK_S = 1.0
+SLACK_S = 3.0
 REFILL_S = 2.0
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
 
@@ -201,7 +201,7 @@ def test_a_batch_that_fails_too_often_is_abandoned_and_every_row_has_a_result():
     with opened("sleeps", timeout_s=0.2, rows_per_call=4) as pool:
         began = time.monotonic()
         found = pool.run(columns(["x"] * 100), 100, max_failed_rows=3)["sleeps"]
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0  # one after another, the rows take 20
     assert len(found) == 100
     assert problems(found[-1:]) == {"error": 1}
     assert 4 <= problems(found)["timeout"] <= 6

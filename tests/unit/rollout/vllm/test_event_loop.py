@@ -39,7 +39,7 @@ async def ignores_cancellation():
 
 
 async def blocks_its_thread():
-    time.sleep(3)
+    time.sleep(15)
 
 
 async def waits_for_nothing():
@@ -51,7 +51,7 @@ def test_the_deadline_is_kept_whatever_the_coroutine_does(loop, work):
     start = time.monotonic()
     with pytest.raises(EngineDeadlineError, match=r"^vLLM did not load something within 0\.2 s \(some\.key=0\.2\)$"):
         loop.run(work(), DEADLINE, "load something")
-    assert DEADLINE_S <= time.monotonic() - start < 2.5
+    assert DEADLINE_S <= time.monotonic() - start < 10
 
 
 def test_calls_of_one_call_of_a_role_have_a_deadline_together_and_those_after_a_start_have_it_again(loop):
@@ -150,4 +150,4 @@ def test_closing_ends_in_time_even_if_a_coroutine_blocks_the_thread():
         loop.run(blocks_its_thread(), DEADLINE, "answer")
     start = time.monotonic()
     loop.close()
-    assert time.monotonic() - start < 2.9
+    assert time.monotonic() - start < 10
