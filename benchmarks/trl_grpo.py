@@ -5,9 +5,10 @@
     make vllm      # then, with .venv-vllm/bin/python: --settings vllm
 
 A step is 32 prompts × 8 responses and four optimizer steps of 64 sequences, with a KL term. rlpack runs as
-`rlpack train` with two ranks and `batching.share_prompts=true` (`--whole-rows` leaves it out), and with the overrides
-that follow `--overrides`; TRL as one process with two threads and as two processes with one each, and its faster way
-counts. The three take turns. A run's figure is the median of its steps but the first and the last.
+`rlpack train` with two ranks that hold the whole model each (`actor.parallel.dp_replicate=2`), as TRL's do, and
+`batching.share_prompts=true` (`--whole-rows` leaves it out), and with the overrides that follow `--overrides`; TRL as
+one process with two threads and as two processes with one each, and its faster way counts. The three take turns. A
+run's figure is the median of its steps but the first and the last.
 
 Settings are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence; `skewed`, mean about 25 and
 at most 128, by a random model over 26 tokens; and `vllm`, the same lengths by a model of 14 M parameters, where rlpack
@@ -123,7 +124,7 @@ def run_rlpack(folder: Path, setting: str, steps: int, *, share: bool, further: 
         *("reward.function=benchmarks.trl_grpo:vowels", f"algorithm.kl_coef={KL}"),
         *(f"actor.optimizer.learning_rate={LEARNING_RATE}", f"rollout.max_new_tokens={SETTINGS[setting].longest}"),
         *("evaluation.every=1000", "evaluation.samples=1", "checkpoint.every=1000"),
-        f"batching.share_prompts={str(share).lower()}",
+        *("actor.parallel.dp_replicate=2", f"batching.share_prompts={str(share).lower()}"),
         *SETTINGS[setting].overrides,
         *further,
     )
