@@ -19,17 +19,18 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm test-vllm-long vllm test-long test-faults soak test-recipes lint types unit \
+.PHONY: train train-vllm test test-vllm test-vllm-core test-vllm-long vllm test-long test-faults soak test-recipes lint types unit \
 	test-layouts bench bench-gpu peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
-	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
-	@echo "make test-vllm-long                      the log-probs of vLLM with adapters, for every kind of model"
+	@echo "make test-vllm                           the tests of vLLM engines, and of models, rollout and packing with vLLM's versions"
+	@echo "make test-vllm-core                      all tests of make test, with vLLM's versions of all packages"
+	@echo "make test-vllm-long                      vLLM with every kind of model, 200,000 draws, more runs in flight"
 	@echo "make vllm                                install into .venv-vllm only"
-	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines, test-vllm-long"
+	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines, test-vllm-core, test-vllm-long"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-faults                         every role, phase and fault in real runs (ARGS='--only kill --seconds 600')"
 	@echo "make soak                                1,000 steps with a fault every 20: same bits, nothing grows"
@@ -96,13 +97,25 @@ test: $(INSTALLED) $(EIGHT_BIT)
 	$(MAKE) --jobs 2 lint types
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# One process: an engine takes both cores of a small machine.
+# The tests of engines, and those of the core suite that depend on the versions in which vLLM's environment differs:
+# transformers, NumPy and Numba. `make test-vllm-core` runs the whole core suite with them.
+VLLM_PYTEST := OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q
+VLLM_CORE := tests/golden tests/unit/batch tests/unit/models tests/unit/packing tests/unit/rollout tests/unit/startup
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q tests/vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/vllm
+	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/vllm
+	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile $(VLLM_CORE)
+
+test-vllm-core: $(VLLM_INSTALLED)
+	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/vllm
 
 test-vllm-long: $(VLLM_INSTALLED)
-	RLPACK_ADAPTERS=all OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q tests/vllm/test_adapters.py -k trainers
+	RLPACK_ADAPTERS=all $(VLLM_PYTEST) tests/vllm/test_adapters.py -k trainers
+	RLPACK_DIRECT_LOAD=all $(VLLM_PYTEST) tests/vllm/test_direct_load.py
+	RLPACK_FAMILIES=all $(VLLM_PYTEST) tests/vllm/test_families.py
+	RLPACK_IN_FLIGHT=all $(VLLM_PYTEST) tests/vllm/test_in_flight_training.py
+	RLPACK_DRAWS=200000 $(VLLM_PYTEST) tests/vllm/test_sampling.py -k distribution
+	RLPACK_REWARD_MODELS=qwen2,qwen3,llama,mistral,phi3,olmo2,gemma2,gemma3_text $(VLLM_PYTEST) \
+		tests/vllm/test_serve_reward_model.py -k scores_are
 
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
@@ -111,7 +124,7 @@ test-long: $(INSTALLED)
 	RLPACK_COMPILED=all $(PYTEST) tests/unit/models/test_compiled_layers.py
 	RLPACK_FAULTS_AHEAD=1 $(PYTEST) tests/faults/test_running_ahead.py
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
-	$(MAKE) test-vllm-long
+	$(MAKE) test-vllm-core test-vllm-long
 
 test-layouts: $(INSTALLED)
 	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py
