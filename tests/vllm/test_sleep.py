@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlpack.batch.bucket import pack_bucket
 from rlpack.distributed.context import RankContext
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES
@@ -17,7 +18,7 @@ from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from rlpack.workers.rollout import RolloutWorker
-from tests.vllm.engines import CANARY, TOKENIZER, gap, policy, prompts_of, sampled, send
+from tests.vllm.engines import CANARY, TOKENIZER, gap, policy, prompts_of, reference, sampled, send
 
 PARAMS = SamplingParams(max_new_tokens=3)
 
@@ -99,10 +100,11 @@ def test_an_update_wakes_the_weights_before_its_first_bucket_and_the_cache_after
 
 
 @pytest.mark.parametrize("front_end", [2], indirect=True)
-def test_discarded_weights_come_back_by_an_update_alone(shared_engine: VLLMEngine, front_end: RecordingFrontEnd):
+def test_discarded_weights_come_back_by_a_publication_alone(shared_engine: VLLMEngine, front_end: RecordingFrontEnd):
     built = policy("qwen2", tied=False, seed=52)
     worker = RolloutWorker(RankContext(), shared_engine, TOKENIZER, canary_tolerance=TOLERANCES[torch.float32])
-    worker.check_weights(WeightStream(built, torch.float32).layout)
+    stream = WeightStream(built, torch.float32)
+    worker.check_weights(stream.layout)
     assert worker.sleep() == (0, 0)
     assert worker.wake() is False
     assert front_end.calls == ["sleep 2"]
@@ -110,9 +112,12 @@ def test_discarded_weights_come_back_by_an_update_alone(shared_engine: VLLMEngin
         worker._received.check_usable()
     with pytest.raises(EngineError, match="the engine sleeps"):
         sampled(shared_engine, prompts_of(3), PARAMS)
-    send(shared_engine, built)
+    for index, weights in enumerate(stream):
+        worker.load_bucket(pack_bucket(weights, index=index, count=len(stream.layout), version=1), 1)
+    assert worker.wake() is False  # they are loaded, and not checked yet
+    assert worker.publish(reference(built, CANARY).numpy(), CANARY, 1) <= 1e-4
     assert worker.wake() is True
-    assert gap(shared_engine, built) <= 1e-4
+    worker._received.check_usable()
 
 
 def test_an_update_that_stops_halfway_leaves_an_engine_that_refuses_requests_until_the_next_is_complete(
