@@ -1,10 +1,12 @@
 """Small models in vLLM and in transformers, and weights from one to the other."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +23,7 @@ from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.sampling import filtered_logprobs
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
+from tests.end_to_end.commands import Command
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=# ")
 VOCABULARY = len(TOKENIZER)
@@ -200,3 +203,13 @@ def why_not_direct(engine: VLLMEngine) -> str:
     """Return why an engine's updates are not loaded directly, "" if they are."""
     (reason,) = engine._control(engine._engine.collective_rpc("why_not_direct"), "answer")
     return reason
+
+
+def engine_processes(command: Command) -> list[psutil.Process]:
+    """Return the processes in which the engines of a run compute."""
+    found = []
+    for process in command.processes():
+        with suppress(psutil.Error):  # it ended meanwhile
+            if "EngineCore" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.commands import DEADLINE_S, Command, done, records, started, started_words, until, without_times
 from tests.end_to_end.settings import UNEVEN
+from tests.vllm.engines import engine_processes
 
 STEPS, TIMEOUT_S = 4, 10
 ENGINES = ("placement=two_pools", "placement.pools.engines.ranks=2")
@@ -34,11 +34,6 @@ OVERRIDES: Sequence[str] = (
 FAULTS = ("rollout/repeated_rows", "rollout/engines_replaced", "store/peak_bytes")
 
 pytestmark = pytest.mark.slow
-
-
-def engine_processes(command: Command) -> list[psutil.Process]:
-    """Return the processes in which vLLM runs models."""
-    return [process for process in command.processes() if "EngineCore" in " ".join(process.cmdline())]
 
 
 def without_faults(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,18 +1,17 @@
 """Runs whose engines get new weights while they sample: killed, they go on with the next prompts; engines may die."""
 
 import os
-import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.ledger import lineage, problems_of
 from rlpack.data.sampler import prompt_positions
 from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until
 from tests.end_to_end.settings import UNEVEN
+from tests.vllm.engines import engine_processes
 
 LEAD, STEPS, PROMPTS = 2, 12, 8
 GROUP, TRAIN_SIZE = 4, 256  # of UNEVEN
@@ -33,6 +32,9 @@ OVERRIDES: Sequence[str] = (
 )
 
 pytestmark = pytest.mark.slow
+# A run takes 25 s; `make test-vllm-long` kills one twice, and runs one with late groups.
+IS_LONG = os.environ.get("RLPACK_IN_FLIGHT") == "all"
+KILLED_AT = (3, 7) if IS_LONG else (3,)
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
@@ -49,17 +51,10 @@ def check_ledger(run: Command) -> None:
     assert run.left_behind() == []
 
 
-def engine_processes() -> Iterator[psutil.Process]:
-    """Yield the processes in which vLLM runs models."""
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if "EngineCore" in " ".join([process.info["name"] or "", *(process.info["cmdline"] or [])]):
-            yield process
-
-
-def test_a_run_that_is_killed_twice_trains_on_every_prompt_once(tmp_path: Path):
+def test_a_run_that_is_killed_trains_on_every_prompt_once(tmp_path: Path):
     # The recipe is GRPO that records what it trains on. `benchmarks/in_flight_kills.py` kills more often.
     words = (*OVERRIDES, "recipe.target=benchmarks.ledger", "algorithm.kl_coef=0", "seed=1", "resume=auto")
-    for step in (3, 7):
+    for step in KILLED_AT:
         with started(tmp_path, *words, ranks=1) as command:
             command.wait_for("train", step)
             until(lambda run_dir=command.run_dir: bool(committed(run_dir, "train")), DEADLINE_S)
@@ -74,27 +69,33 @@ def test_a_run_that_is_killed_twice_trains_on_every_prompt_once(tmp_path: Path):
     assert problems_of(found, [f"train-{row}" for row in rows], PROMPTS, GROUP, LEAD) == []
 
 
-def test_engines_that_die_while_batches_are_in_flight_are_replaced(tmp_path: Path):
-    others = {process.pid for process in engine_processes()}
-    with started(tmp_path, *OVERRIDES, ranks=1) as command:
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """Run to the end, and kill all engines twice."""
+    with started(tmp_path_factory.mktemp("disturbed"), *OVERRIDES, ranks=1) as command:
         for step in (3, 7):
             command.wait_for("train", step)
-            for process in engine_processes():
-                if process.pid not in others:
-                    os.kill(process.pid, signal.SIGKILL)
-        assert command.wait() == 0
-    check_ledger(command)
-    assert "starts a new engine in place of one that failed" in (command.run_dir / "run.log").read_text()
+            engines = engine_processes(command)
+            assert engines
+            for process in engines:
+                process.kill()
+        assert command.wait() == 0, command.err
+    return command
 
 
-def test_a_resumed_run_keeps_its_way_to_publish(tmp_path: Path):
-    words = (*OVERRIDES, "trainer.steps=2", "evaluation.every=9")
-    done(tmp_path, *words, ranks=1)
-    with started(tmp_path, *words, "resume=auto", "rollout.publish=drain", "trainer.lead=1", ranks=1) as command:
+def test_engines_that_die_while_batches_are_in_flight_are_replaced(disturbed: Command):
+    check_ledger(disturbed)
+    assert "starts a new engine in place of one that failed" in (disturbed.run_dir / "run.log").read_text()
+
+
+def test_a_resumed_run_keeps_its_way_to_publish(disturbed: Command):
+    words = (*OVERRIDES, "resume=auto", "rollout.publish=drain", "trainer.lead=1")
+    with started(disturbed.folder, *words, ranks=1) as command:
         assert command.wait() == 2
     assert "rollout.publish ('drain', was 'in_flight')" in command.err
 
 
+@pytest.mark.skipif(not IS_LONG, reason="`make test-vllm-long` runs it")
 def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_the_checkpoint(tmp_path: Path):
     words = (
         *OVERRIDES,
