@@ -55,7 +55,8 @@ def measure_output_map(model: PreTrainedModel, head: nn.Linear) -> OutputMap:
         head: its output layer.
 
     Raises:
-        ModelError: the model does something else, so its log-probs can't be computed from its output layer.
+        ModelError: the model does something else, so its log-probs can't be computed from its output layer, or its
+            hidden states aren't finite.
     """
     if head.weight.is_meta:
         return OutputMap()
@@ -69,6 +70,11 @@ def measure_output_map(model: PreTrainedModel, head: nn.Linear) -> OutputMap:
         logits = None
     if logits is None or not {"hidden", "given", "left"} <= passed.keys():
         return _unmeasured(model)
+    if not passed["hidden"].isfinite().all():
+        raise ModelError(
+            f"{type(model).__name__}: the first {_NUM_TOKENS} tokens have hidden states that are NaN or infinite, as "
+            "with weights that are damaged or have diverged; use other weights"
+        )
     hidden_scale = _hidden_scale(passed["hidden"], passed["given"])
     left = passed["left"][..., : logits.shape[-1]]
     fitted = _fit(left.flatten().double(), logits.flatten().double()) if left.shape == logits.shape else None

@@ -104,6 +104,15 @@ def test_a_bias_that_is_added_outside_the_layer_is_refused():
         Policy(model)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_taken_for_another_map(value: float):
+    model = tiny_model(dtype=torch.float32)
+    model.model.norm.weight[3] = value
+    with pytest.raises(ModelError, match="Qwen2ForCausalLM: the first 4 tokens have hidden states that are NaN or inf"):
+        Policy(model)
+
+
 def test_a_scale_that_cannot_be_measured_is_refused_by_its_key():
     class Bypassing(_Own):
         def forward(self, input_ids: Tensor, use_cache: bool = False, **options: object) -> CausalLMOutputWithPast:
