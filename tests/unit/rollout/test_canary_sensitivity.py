@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from rlpack.models.inputs import equal_rows
 from rlpack.models.policy import Policy
@@ -115,3 +116,23 @@ def test_rounding_passes_the_bounds_of_the_first_publication_while_a_model_learn
         scores = HFEngine(copy.deepcopy(later.model)).logprobs(CANARY)
         gap = check_canary(scores, expected(family, tied, "trained"), CANARY, tolerance=here, version=2)
         assert gap < here.limits(expected(family, tied, "trained")[:, 1:].std().item())[0] / 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rounds_at", ["8 rows", "token by token"])
+def test_rounding_of_a_deep_new_model_is_far_below_the_least_bounds(rounds_at: str):
+    """Correct computations with products of other shapes, for an engine whose first publication had no difference."""
+    model = causal_lm("qwen2", tied=False, seed=3, initializer_range=0.02, num_hidden_layers=36).eval()
+    trainers = Policy(model)(equal_rows(CANARY), temperature=1.0, entropy=False).logprobs.float().view(CANARY.shape)
+    if rounds_at == "8 rows":
+        logits = model(input_ids=CANARY.repeat(8, 1), use_cache=False).logits[:1]
+    else:
+        cache = DynamicCache()
+        parts = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in CANARY.split(1, 1)]
+        logits = torch.cat(parts, 1)
+    found = logits[:, :-1].log_softmax(-1).gather(2, CANARY[:, 1:, None])[..., 0]
+    scores = torch.nn.functional.pad(found, (1, 0))
+    assert not scores.equal(trainers), "it computes the same products"
+    narrowest = calibrated(ANY_MODEL, trainers, trainers)
+    halved = narrowest._replace(floor=narrowest.floor / 2, share=narrowest.share / 2)
+    check_canary(scores, trainers, CANARY, tolerance=halved, version=2)
