@@ -27,10 +27,10 @@ The largest in bf16 is a token that a router sent to another expert. In fp32 log
 their own rounding: 1.2e-6 nats on average, 1.2e-5 for one token.
 
 Deep models need no other bounds. New models with 24 to 48 layers and an initializer range of 0.02 (Qwen2 and Llama,
-hidden size 128 to 256, 68 tokens) have mean differences of up to 0.26 of the least bound: vLLM, transformers with 8 rows
-at once, and token by token. During 60 steps of AdamW at 1e-3 and 3e-3 it falls to 0.1. With 151,936 tokens, whose
-log-probs near -12 nats round to twice that, it is up to 0.6, whatever the depth (2 to 48 layers). With a range of 0.1
-rounding grows with depth and width: at 48 layers of 256 the mean difference is 2.2 times the least bound, which the
+hidden size 128 to 256, 70 tokens) have mean differences of up to 0.26 of the least bound: vLLM, and transformers with 8
+rows at once and token by token. At 48 layers it falls to 0.1 in 60 steps of AdamW at 1e-3 or 3e-3. With 151,936 tokens,
+whose log-probs near -12 nats round to twice that, it is up to 0.6, whatever the depth (2 to 48 layers). With a range of
+0.1 rounding grows with depth and width: at 48 layers of 256 the mean difference is 2.2 times the least bound, which the
 first publication measures, so that four times as much may pass.
 
 Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initializer range 0.02 to 0.2), trainer in
