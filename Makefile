@@ -19,14 +19,14 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm test-vllm-core test-vllm-long vllm test-long test-faults soak test-recipes lint types unit \
-	test-layouts bench bench-gpu peers install clean help
+.PHONY: train train-vllm test test-vllm test-vllm-core test-vllm-long vllm test-long test-faults soak test-recipes lint types \
+	unit test-layouts bench bench-gpu peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
-	@echo "make test-vllm                           the tests of vLLM engines, and of models, rollout and packing with vLLM's versions"
+	@echo "make test-vllm                           tests of vLLM engines, and of models, rollout and packing with its versions"
 	@echo "make test-vllm-core                      all tests of make test, with vLLM's versions of all packages"
 	@echo "make test-vllm-long                      vLLM with every kind of model, 200,000 draws, more runs in flight"
 	@echo "make vllm                                install into .venv-vllm only"
