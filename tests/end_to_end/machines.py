@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.commands import DEADLINE_S, ROOT
 
@@ -63,6 +65,25 @@ def two_nodes(folder: Path) -> Iterator[Machines]:
         line = process.stdout.readline()
         assert line, (folder / "machines.err").read_text()
         yield Machines(**json.loads(line), token=token, environment=environment)
+
+
+def asked(machines: Machines, path: str) -> Any:
+    """Return what the cluster's own API answers."""
+    request = urllib.request.Request(machines.url + path, headers={"Authorization": f"Bearer {machines.token}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def holders(machines: Machines) -> dict[str, list[str]]:
+    """Return what still holds devices of the cluster, and the state it is in."""
+    groups, actors = (
+        asked(machines, f"/api/v0/{kind}?detail=1")["data"]["result"]["result"]
+        for kind in ("placement_groups", "actors")
+    )
+    return {
+        "groups": [group["state"] for group in groups if group["state"] != "REMOVED"],
+        "actors": [actor["class_name"] for actor in actors if actor["state"] != "DEAD"],
+    }
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -5,16 +5,14 @@ import shlex
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.end_to_end.commands import DEADLINE_S, committed, records, steps, until, without_times
-from tests.end_to_end.machines import Machines, two_nodes
+from tests.end_to_end.machines import Machines, asked, holders, two_nodes
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 from tests.installs import add_unfortunate_files
 
@@ -72,25 +70,6 @@ def rlpack(machines: Machines, folder: Path, *words: str, **environment: str) ->
     )
     assert "Traceback" not in done.stderr
     return Said(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
-
-
-def asked(machines: Machines, path: str) -> Any:
-    """Return what the cluster's own API answers."""
-    request = urllib.request.Request(machines.url + path, headers={"Authorization": f"Bearer {machines.token}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
-
-
-def holders(machines: Machines) -> dict[str, list[str]]:
-    """Return what still holds devices of the cluster, and the state it is in."""
-    groups, actors = (
-        asked(machines, f"/api/v0/{kind}?detail=1")["data"]["result"]["result"]
-        for kind in ("placement_groups", "actors")
-    )
-    return {
-        "groups": [group["state"] for group in groups if group["state"] != "REMOVED"],
-        "actors": [actor["class_name"] for actor in actors if actor["state"] != "DEAD"],
-    }
 
 
 @pytest.fixture(scope="module")
