@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from tests.faults.faulty_roles import SLOW_S, exceed_memory_limit
@@ -35,8 +36,8 @@ PHASE_OF = {
 ANNOUNCES = {"score": "reward", "log-probs": "actor"}
 # What a role runs in a transfer, to which an order belongs.
 IN_TRANSFER = {"actor": "export_bucket", "rollout": "load_bucket"}
-# The file with the address of the run's cluster.
-CLUSTER = "gcs"
+# The file about the run's own Ray.
+CLUSTER = "cluster.json"
 
 
 class Injection:
@@ -91,8 +92,16 @@ class Injection:
             file.write(json.dumps(fault | {"time": time.time()}) + "\n")
 
     def note_cluster(self) -> None:
-        """Note where the GCS is, which has the placement groups; the run's end is checked there."""
-        (self.folder / CLUSTER).write_text(ray.get_runtime_context().gcs_address)
+        """Note what the run's end is checked by: the GCS's address, and the raylet's processes.
+
+        Titles of Ray's agents overwrite their environment, which has the mark of the run's other processes.
+        """
+        from ray._private.worker import _global_node
+
+        raylets = _global_node.all_processes.get("raylet", [])  # none on a cluster that the run has joined
+        children = [child for one in raylets for child in psutil.Process(one.process.pid).children()]
+        noted = {"gcs": ray.get_runtime_context().gcs_address, "raylet's": [(c.pid, c.create_time()) for c in children]}
+        (self.folder / CLUSTER).write_text(json.dumps(noted))
 
     def _pid(self, fault: dict[str, Any]) -> int:
         if fault["role"] in ("raylet", "gcs"):

@@ -1,6 +1,6 @@
 """The fault matrix: the cells of `tests.faults.table` in real runs, and a table of what came of them.
 
-    python -m tests.faults.matrix [--only WORD ...] [--jobs 2] [--seconds S] [--write FILE]
+    python -m tests.faults.matrix [--only WORD ...] [--jobs 3] [--waiting 4] [--seconds S] [--write FILE]
 
 Runs the cells whose names contain all words, as many as fit into the time. Cells that a run survives share runs; each
 of the others has a run of its own. Cells that ended as expected according to FILE are not run again. Exits with 1
@@ -21,8 +21,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from tests.faults.forked_workers import worker_server
 from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
-from tests.faults.table import FAULTS, LAYOUTS, PHASES, ROLES, Case, cases, reason_against
+from tests.faults.table import FAULTS, LAYOUTS, PHASES, RANKED, ROLES, Case, cases, reason_against
 
 # Of a run with faults; the last is undisturbed, since a role that isn't called any more isn't started again.
 STEPS = 4
@@ -37,8 +38,10 @@ IN_A_STEP = ("start", "generate", "score", "plan", "log-probs", "advantages", *P
 class Runs:
     """Runs with faults, and the undisturbed ones that they are compared with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: str | None = None) -> None:
+        """Keep the runs in a folder; `workers` is the address of a server that forks Ray's workers, if any."""
         self.folder = folder
+        self._workers = workers
         self._numbers = count()
         self._lock = Lock()
 
@@ -47,7 +50,7 @@ class Runs:
         folder = self.folder / f"undisturbed {layout} {steps}".replace(" ", "_")
         with self._lock:
             if not folder.exists():
-                with started(folder, [], settings(layout, steps)) as command:
+                with started(folder, [], settings(layout, steps), workers=self._workers) as command:
                     code, _ = wait(command, is_stopped=False)
                     assert code == 0, command.err
         return folder / "run"
@@ -57,13 +60,18 @@ class Runs:
         folder = self.folder / f"run_{next(self._numbers)}"
         layout = batch[0].layout
         if batch[0].outcome in ("repeated", "unchanged"):
-            return shared(folder, batch, self.undisturbed(layout, STEPS), STEPS)
+            return shared(folder, batch, self.undisturbed(layout, STEPS), STEPS, self._workers)
         (case,) = batch
         if case.outcome == "resumed":
-            return {case: end_of(folder, case, self.undisturbed(layout, 2), 2, 2)}
+            return {case: end_of(folder, case, self.undisturbed(layout, 2), 2, 2, self._workers)}
         # A run notices that a daemon is stopped after some seconds, in which its last step may end.
         is_slowly_noticed = case.role in ("raylet", "GCS") and case.fault == "stop"
-        return {case: end_of(folder, case, folder, STEPS_OF_A_LONG_RUN if is_slowly_noticed else 1, 1)}
+        return {case: end_of(folder, case, folder, STEPS_OF_A_LONG_RUN if is_slowly_noticed else 1, 1, self._workers)}
+
+
+def is_waiting(batch: Sequence[Case]) -> bool:
+    """Return whether a run mostly waits for a deadline."""
+    return batch[0].outcome == "repeated" or (batch[0].role in RANKED and batch[0].fault in ("stop", "lost reply"))
 
 
 def batches(chosen: Sequence[Case]) -> Iterator[list[Case]]:
@@ -135,7 +143,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the matrix, print what is not as expected, and write the table."""
     parser = argparse.ArgumentParser(description="Run the fault matrix.")
     parser.add_argument("--only", nargs="*", default=[], help="words that the names of the cells contain")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    parser.add_argument("--jobs", type=int, default=3, help="runs at the same time that need a core")
+    parser.add_argument("--waiting", type=int, default=4, help="runs at the same time that wait for a deadline")
     parser.add_argument("--seconds", type=float, default=1800.0, help="start no run after this time")
     parser.add_argument("--write", type=Path, help="a JSON file with the findings, added to those in it")
     options = parser.parse_args(arguments)
@@ -145,18 +154,20 @@ def main(arguments: Sequence[str]) -> int:
     findings: dict[Case, Finding] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as folder, ExitStack() as stack:
-        runs = Runs(Path(folder))
+        runs = Runs(Path(folder), stack.enter_context(worker_server()))
 
         def find(batch: list[Case]) -> dict[Case, Finding]:
             return runs.find(batch) if time.monotonic() - began < options.seconds else {}
 
-        threads = stack.enter_context(ThreadPoolExecutor(options.jobs))
-        for future in as_completed([threads.submit(find, batch) for batch in batches(chosen)]):
+        busy, waiting = (stack.enter_context(ThreadPoolExecutor(jobs)) for jobs in (options.jobs, options.waiting))
+        futures = [(waiting if is_waiting(batch) else busy).submit(find, batch) for batch in batches(chosen)]
+        for future in as_completed(futures):
             for case, finding in future.result().items():
                 findings[case] = finding
                 is_expected = finding.outcome == case.outcome
                 mark = "ok" if is_expected else f"EXPECTED {case.outcome}"
-                sys.stdout.write(f"{case}: {finding.outcome}, {finding.seconds:.1f} s, {mark}\n")
+                now = time.monotonic() - began
+                sys.stdout.write(f"{now:.0f} s: {case}: {finding.outcome}, {finding.seconds:.1f} s, {mark}\n")
                 if not is_expected:
                     sys.stdout.write(finding.text[-3000:])
                 sys.stdout.flush()

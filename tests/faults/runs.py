@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +20,11 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from rlpack.observe.run import Run
 from rlpack.observe.run_dir import LOCK
 from tests.end_to_end.commands import MARK, ROOT, Command, _run_command, records, without_times
-from tests.faults.faulty_roles import CLASSES, FOLDER
+from tests.faults.faulty_roles import CLASSES, FOLDER, ask_again_soon
+from tests.faults.forked_workers import ADDRESS, use_forked_workers
 from tests.faults.injection import CLUSTER, install
 from tests.faults.table import Case
 from tests.fork_server import environment, fork_context
@@ -45,11 +47,14 @@ SETTINGS = (
     "checkpoint.every=1",
     "checkpoint.keep=2",
     "logger.samples=0",
+    "actor.isolation_check=false",
     "reward.timeout_s=3",
     "reward.batch_timeout_s=6",
     "placement.start_timeout_s=60",
     *(f"roles.{role}.target=tests.faults.faulty_roles:{name}" for role, name in CLASSES.items()),
 )
+# rlpack lets waiting workers import the classes of built-in roles only.
+PRELOADED = "rlpack.distributed.imports_without_gc,tests.faults.faulty_roles"
 POOLS = {"rollout": "engines", "reference": "frozen", "reward": "rewards", "judge": "judges"}
 
 
@@ -85,22 +90,30 @@ def started(
     plan: Sequence[dict[str, Any]],
     overrides: Sequence[str],
     access: Mapping[str, str] = MappingProxyType({}),
+    workers: str | None = None,
 ) -> Iterator[Command]:
     """Start a run with a plan of faults; nothing of it outlives the block.
 
-    `access` is the environment that a cluster asks for. Ray reads it once, as it is imported: so such a run has a new
-    process, and not one of the fork server's.
+    Args:
+        folder: for the run.
+        plan: the faults.
+        overrides: of `rlpack train`.
+        access: the environment that a cluster asks for. Ray reads it once, as it is imported: so such a run has a new
+            process, and not one of the fork server's.
+        workers: the address of a server that forks Ray's workers; None for those that Ray starts.
     """
     (folder / "orders").mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(8)
     variables = {
         **environment(),
+        **({} if workers is None else {ADDRESS: workers}),
         **access,
         "PYTHONPATH": str(ROOT),
         MARK: mark,
         "WANDB_SILENT": "true",
         FOLDER: str(folder),
         "OMP_NUM_THREADS": "1",
+        "RAY_preload_python_modules": PRELOADED,
     }
     words = ["train", f"run_dir={folder / 'run'}", *overrides]
     context = multiprocessing.get_context("spawn") if access else fork_context()
@@ -119,9 +132,13 @@ def started(
 
 
 def _run(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str, plan: Any) -> None:
+    if ADDRESS in variables:
+        use_forked_workers()
     if plan:
         install(folder, plan)
-    _run_command(folder, words, places, variables, mark)
+    ask_again_soon()
+    with patch.object(Run, "_report"):  # drawing it takes a second
+        _run_command(folder, words, places, variables, mark)
 
 
 def fired(folder: Path) -> list[dict[str, Any]]:
@@ -191,18 +208,38 @@ def _text(command: Command) -> str:
 
 
 def left_of(command: Command) -> str | None:
-    """Return what is left of a run some seconds after its end, None if nothing is.
+    """Return what is left of a run some seconds after its end, None if nothing is."""
+    end = time.monotonic() + GRACE_S
+    while (left := _left_of(command)) is not None and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def _left_of(command: Command) -> str | None:
+    """Return what is left of a run now.
 
     The run's placement groups are those that its GCS has, so none is left once nothing answers in its place.
     """
-    if processes := command.left_behind(GRACE_S):
-        return f"processes are left: {[' '.join(one.cmdline()[:3]) for one in processes]}"
+    place = command.folder / CLUSTER
+    cluster = json.loads(place.read_text()) if place.exists() else {"gcs": None, "raylet's": []}
+    if processes := [*command.processes(), *_alive(cluster["raylet's"])]:
+        return f"processes are left: {processes}"
     if is_held(command.run_dir / LOCK):
         return "the run directory is locked"
-    place = command.folder / CLUSTER
-    if place.exists() and answers(place.read_text()):
+    if cluster["gcs"] is not None and answers(cluster["gcs"]):
         return "the run's GCS answers, which keeps its placement groups"
     return None
+
+
+def _alive(processes: Sequence[tuple[int, float]]) -> list[psutil.Process]:
+    """Return which processes run, by their ids and times of creation."""
+    alive = []
+    for pid, created in processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
 def is_held(path: Path) -> bool:
@@ -227,10 +264,14 @@ def answers(address: str) -> bool:
     return True
 
 
-def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int) -> Finding:
-    """Run one case whose fault ends the run, and return what came of it."""
+def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int, workers: str | None = None) -> Finding:
+    """Run one case whose fault ends the run, and return what came of it.
+
+    Where all workers have to end with another process, they are Ray's own.
+    """
     overrides = settings(case.layout, steps)
-    with started(folder, [case.planned(step)], overrides) as command:
+    server = None if case.ends_workers else workers
+    with started(folder, [case.planned(step)], overrides, workers=server) as command:
         code, said = wait(command, is_stopped=case.role == "driver" and case.fault == "stop")
         text = _text(command)
         if code is None:
@@ -243,7 +284,7 @@ def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int) -
     seconds = said - happened[0]["time"]
     if case.outcome != "resumed":
         return Finding(problem(case, code, text, step) or "error", seconds, text)
-    with started(folder, [], (*overrides, "resume=auto")) as command:
+    with started(folder, [], (*overrides, "resume=auto"), workers=workers) as command:
         code, _ = wait(command, is_stopped=False)
         if code != 0:
             return Finding(f"resuming ended with {code}", seconds, _text(command))
@@ -260,21 +301,25 @@ def problem(case: Case, code: int, text: str, step: int) -> str | None:
     if case.role == "driver" and case.fault == "memory limit":
         words = ["MemoryError"]
     if words is None:
-        rank = case.planned(step)["rank"]
-        words = [f"rank {rank}", "in start" if case.phase == "start" else f"step {step} of train"]
+        planned = case.planned(step)
+        words = [f"rank {planned['rank']}", "in start" if case.phase == "start" else f"step {step} of train"]
         if case.is_order:
-            words.append(f"role {case.planned(step)['role']}")
+            # The calls of roles that share a process fail with it, and the error names one of them.
+            is_of_process = case.layout == "one pool" and case.fault in ("kill", "stop", "lost reply")
+            words.append("role " if is_of_process else f"role {planned['role']}")
     missing = [word for word in words if word not in text]
     return f"the error lacks {missing[0]!r}: {line}" if missing else None
 
 
-def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -> dict[Case, Finding]:
+def shared(
+    folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int, workers: str | None = None
+) -> dict[Case, Finding]:
     """Run several cases that a run survives, each at a step of its own for its role, and return what came of them."""
     plan, place = [], {}
     for case in cases:
         number = place[case.role] = place.get(case.role, 0) + 1
         plan.append(case.planned(min(number, steps)))
-    with started(folder, plan, settings(cases[0].layout, steps)) as command:
+    with started(folder, plan, settings(cases[0].layout, steps), workers=workers) as command:
         code, _ = wait(command, is_stopped=False, deadline_s=DEADLINE_S + 30.0 * len(cases))
         text = _text(command)
         left = left_of(command)
@@ -282,6 +327,7 @@ def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -
     restarts = restarts_of(folder / "run") if code == 0 else {}
     restarted = {"rollout": "rollout", "reference": "reference", "reward pool": "reward", "judge": "judge"}
     seconds = sum(record.get("time/restart_s", 0.0) for record in records(folder / "run"))
+    same = code == 0 and is_same(folder / "run", undisturbed)
     findings = {}
     for case in cases:
         wanted = sum(one.role == case.role for one in cases) if case.outcome == "repeated" else 0
@@ -292,7 +338,7 @@ def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -
             outcome = "the fault did not happen"
         elif left:
             outcome = left
-        elif not is_same(folder / "run", undisturbed):
+        elif not same:
             outcome = "other bits than the undisturbed run"
         elif found != wanted:
             outcome = f"{found:g} restarts of the role, {wanted} expected"

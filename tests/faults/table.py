@@ -62,6 +62,11 @@ class Case:
         """Whether a rank does it to itself within a call; else, a process is sent a signal."""
         return self.phase in ACTIVE.get(self.role, ())
 
+    @property
+    def ends_workers(self) -> bool:
+        """Whether Ray's workers have to end by themselves, since the driver, the raylet or the GCS died or stopped."""
+        return self.role in ("driver", "raylet", "GCS") and self.fault in ("kill", "stop")
+
     def planned(self, step: int) -> dict[str, Any]:
         """Return the case as an entry of a run's plan."""
         role, rank = NAMES[self.role]

@@ -1,9 +1,12 @@
-"""A few cells of the fault matrix in two runs; `make test-faults` runs them all."""
+"""A few cells of the fault matrix in three runs; `make test-faults` runs them all."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.faults.forked_workers import worker_server
 from tests.faults.matrix import Runs, batches, table
 from tests.faults.table import ACTIVE, FAULTS, PHASES, RANKED, ROLES, cases, expected, reason_against
 
@@ -16,14 +19,31 @@ KILLED = {
 }
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with worker_server() as address:
+        yield address
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_that_loses_every_stateless_role_ends_as_an_undisturbed_one(tmp_path: Path):
+def test_a_run_that_loses_every_stateless_role_ends_as_an_undisturbed_one(tmp_path: Path, address: str):
     chosen = [case for case in cases() if str(case) in KILLED]
-    findings = Runs(tmp_path).find(chosen)
+    findings = Runs(tmp_path, address).find(chosen)
     outcomes = {str(case): finding.outcome for case, finding in findings.items()}
     assert outcomes == dict.fromkeys(KILLED, "repeated"), next(iter(findings.values())).text[-5000:]
     assert max(finding.seconds for finding in findings.values()) < 30
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_error_of_a_killed_trainer_names_it_and_no_forked_worker_is_left(tmp_path: Path, address: str):
+    (server,) = (child for child in psutil.Process().children() if address in " ".join(child.cmdline()))
+    (case,) = (case for case in cases() if str(case) == "trainer rank k, update, kill, one pool")
+    (finding,) = Runs(tmp_path, address).find([case]).values()
+    assert finding.outcome == "error", finding.text[-5000:]
+    assert server.children() == []
+    assert server.cpu_times().children_user > 0  # else it forked none
 
 
 def test_the_table_has_each_cell_or_a_reason_against_it():

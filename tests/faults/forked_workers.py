@@ -1,0 +1,149 @@
+"""Ray workers that are forked from a process with warm imports, which take most of a worker's start.
+
+The driver's raylet runs this file in place of Ray's `default_worker.py`. It passes its arguments, environment and
+standard streams to a server, which forks a process that runs `default_worker.py` with them. This process waits for the
+fork and ends with it; if it is killed, the server kills the fork. So whatever looks for the raylet's children, or ends
+them, finds or ends the forks. The server has not imported Ray, which reads the environment once.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+# Names the server's socket, in the environment of a run and so of its workers.
+ADDRESS = "RLPACK_TEST_FORKED_WORKERS"
+# What the ranks import.
+_IMPORTS = ("tests.faults.faulty_roles",)
+_STREAMS = 3
+_ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def worker_server() -> Iterator[str]:
+    """Run a server in this block; yield the address of its socket."""
+    from tests.fork_server import environment
+
+    with tempfile.TemporaryDirectory(prefix="workers") as folder:
+        address = os.path.join(folder, "socket")
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({address!r})"],
+            cwd=_ROOT,
+            env=environment() | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        try:
+            assert server.stdout.readline(), "the server of forked workers did not start"
+            yield address
+        finally:
+            server.communicate(timeout=10)
+
+
+def use_forked_workers() -> None:
+    """Let the Ray that this process starts fork its workers, and start no log monitor."""
+    from ray._private.parameter import RayParams
+
+    RayParams.__init__ = partialmethod(RayParams.__init__, worker_path=__file__, include_log_monitor=False)
+
+
+def serve(address: str) -> None:
+    """Fork a worker for each connection, until standard input is closed."""
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    assert "ray" not in sys.modules, f"{_IMPORTS} must not import Ray at once"
+    gc.collect()
+    gc.freeze()
+    with selectors.DefaultSelector() as selector, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    return
+                if key.fileobj is listener:
+                    _fork(listener.accept()[0], selector)
+                elif selector.get_map().get(key.fd) is key:  # not if both ends of a worker were reported at once
+                    _end(*key.data, selector)
+
+
+def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Fork a worker, and watch it and the process that waits for it."""
+    request, streams, _, _ = socket.recv_fds(connection, 1 << 20, _STREAMS)
+    while not request.endswith(b"\n"):
+        if not (more := connection.recv(1 << 20)):  # the waiting process was killed
+            break
+        request += more
+    else:
+        pid = os.fork()
+        if pid == 0:
+            _run(streams, **json.loads(request))
+        ended = os.pidfd_open(pid)
+        for one in (connection.fileno(), ended):
+            selector.register(one, selectors.EVENT_READ, (connection, ended, pid))
+    for stream in streams:
+        os.close(stream)
+
+
+def _end(connection: socket.socket, ended: int, pid: int, selector: selectors.BaseSelector) -> None:
+    """Reap a worker that ended, or kill one whose waiting process did; closing the connection ends the latter."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for one in (connection.fileno(), ended):
+        selector.unregister(one)
+    connection.close()
+    os.close(ended)
+
+
+def _run(streams: list[int], arguments: list[str], variables: dict[str, str], folder: str) -> None:
+    """Become the worker."""
+    code = 1
+    try:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(_STREAMS, os.sysconf("SC_OPEN_MAX"))
+        os.setsid()
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        from ray._private.workers import __path__ as place
+
+        script = os.path.join(place[0], "default_worker.py")
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except BaseException:  # noqa: BLE001 - it goes to the worker's log
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _wait_for_worker() -> None:
+    """Ask the server for a worker, and wait for its end."""
+    request: dict[str, Any] = {"arguments": sys.argv[1:], "variables": dict(os.environ), "folder": os.getcwd()}
+    with suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], range(_STREAMS))
+        connection.recv(1)
+
+
+if __name__ == "__main__":
+    _wait_for_worker()
