@@ -14,6 +14,7 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
+from rlpack.config.sections.optimization import Lora
 from rlpack.distributed.context import RankContext
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.context_parallel import RowSplit
@@ -37,6 +38,8 @@ from tests.unit.models.tiny import VOCABULARY, tiny_model
 
 # Roles whose model is sharded layer by layer; those of the others as a whole.
 _BY_LAYER = ("actor", "critic")
+
+ADAPTERS = Lora(rank=3, alpha=6.0)
 
 Found = tuple[np.ndarray, list[dict[str, float]], dict[str, np.ndarray]]
 
@@ -178,32 +181,56 @@ def mix_tokens(mesh: Any, rank: int, layout: str) -> str:
     return ""
 
 
-def save(mesh: Any, rank: int, layout: str, family: str, folder: Path) -> dict[str, np.ndarray]:
-    """Take a step of the actor with AdamW, and save; return its whole state from rank 0."""
-    context, config = RankContext("main", rank, layout_of(layout)), config_of(family, layout=layout)
-    actor = ActorWorker.from_settings(context, in_mode(config, "packed"), tiny_tokenizer())
-    _step(actor.train_step, context, in_mode(config, "packed"), batch_with_values(family), policy_loss(config))
-    actor.save(str(folder))
-    return _state(actor) if rank == 0 else _state(actor) and {}
+Saved = dict[str, dict[str, np.ndarray]]
 
 
-def load_and_save(mesh: Any, rank: int, layout: str, family: str, folders: tuple[Path, Path]) -> dict[str, np.ndarray]:
-    """Load what another layout saved, and save it again; return the whole state from rank 0."""
-    context, config = RankContext("main", rank, layout_of(layout)), config_of(family, layout=layout)
-    other = in_mode(config.model_copy(update={"seed": config.seed + 1}), "packed")
-    actor = ActorWorker.from_settings(context, other, tiny_tokenizer())
-    actor.load(str(folders[0]))
-    actor.save(str(folders[1]))
-    return _state(actor) if rank == 0 else _state(actor) and {}
+def save(mesh: Any, rank: int, layout: str, family: str, roles: tuple[str, ...], folder: Path) -> Saved:
+    """Take two steps of each role with AdamW, and save; return the roles' whole states from rank 0."""
+    context, batch, states = RankContext("main", rank, layout_of(layout)), batch_with_values(family), {}
+    for role in roles:
+        config, worker, loss = _trained_role(context, family, layout, role)
+        for _ in range(2):  # in the first one, adapters' matrices A have no gradient
+            _step(worker.train_step, context, config, batch, loss)
+        (folder / role).mkdir(parents=True, exist_ok=True)
+        worker.save(str(folder / role))
+        states[role] = _state(worker)
+    return states if rank == 0 else {}
 
 
-def _state(actor: ActorWorker) -> dict[str, np.ndarray]:
+def load_and_save(
+    mesh: Any, rank: int, layout: str, family: str, roles: tuple[str, ...], folders: tuple[Path, Path]
+) -> Saved:
+    """Load what another layout saved, and save it again; return the roles' whole states from rank 0."""
+    context, states = RankContext("main", rank, layout_of(layout)), {}
+    for role in roles:
+        _, worker, _ = _trained_role(context, family, layout, role, other_seed=1)
+        worker.load(str(folders[0] / role))
+        (folders[1] / role).mkdir(parents=True, exist_ok=True)
+        worker.save(str(folders[1] / role))
+        states[role] = _state(worker)
+    return states if rank == 0 else {}
+
+
+def _trained_role(
+    context: RankContext, family: str, layout: str, role: str, *, other_seed: int = 0
+) -> tuple[Config, ActorWorker | CriticWorker, Loss]:
+    """Return an actor (`adapters`: with adapters) or a critic, its configuration and its loss."""
+    config = in_mode(config_of(family, layout=layout), "packed")
+    config = config.model_copy(update={"seed": config.seed + other_seed})
+    if role == "adapters":
+        config = config.model_copy(update={"actor": config.actor.model_copy(update={"lora": ADAPTERS})})
+    if role == "critic":
+        return config, CriticWorker.from_settings(context, config, tiny_tokenizer()), ValueLoss(CRITIC.value_clip)
+    return config, ActorWorker.from_settings(context, config, tiny_tokenizer()), policy_loss(config)
+
+
+def _state(worker: ActorWorker | CriticWorker) -> dict[str, np.ndarray]:
     """Return all weights and moments of AdamW by name; a collective."""
-    optimizer, policy, state = actor._stepper._optimizer, actor._scorer.policy, {}
-    for name, weight in policy.model.named_parameters():
+    optimizer, model, state = worker._stepper._optimizer, worker._stepper.model, {}
+    for name, weight in model.named_parameters():
         state[name] = _whole(weight).numpy().copy()
         state |= {f"{name}/{key}": _whole(value).numpy().copy() for key, value in optimizer.state[weight].items()}
-    return _of_stages(policy, state)
+    return _of_stages(model, state)
 
 
 def export(mesh: Any, rank: int, layout: str, family: str, folder: Path) -> dict[str, np.ndarray]:
