@@ -8,6 +8,8 @@ of each heap.
 
 import ctypes
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -20,9 +22,43 @@ _LARGEST_KEPT = 32 * 2**20
 VARIABLES = {"MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_KEPT)}
 
 
+# Inside `returning_freed_memory`: larger allocations are mapped, and more free memory at the end of a heap is returned.
+_LARGEST_IN_HEAP = 2**20
+
+_keeps = False
+
+
 def keep_freed_memory() -> bool:
     """Let this process keep freed memory for later allocations; return whether its C library can."""
+    global _keeps
+    _keeps = _set(_LARGEST_KEPT, _KEPT_BYTES)
+    return _keeps
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Return freed memory to the kernel inside the context, if this process otherwise keeps it.
+
+    A start gathers weights of many sizes a few times; what it leaves in the heaps would add to its peak.
+    """
+    if not _keeps:
+        yield
+        return
+    _return_now()
+    _set(_LARGEST_IN_HEAP, _LARGEST_IN_HEAP)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+        _return_now()
+
+
+def _set(mmap_threshold: int, trim_threshold: int) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_threshold) and mallopt(_M_TRIM_THRESHOLD, trim_threshold))
+
+
+def _return_now() -> None:
+    ctypes.CDLL(None).malloc_trim(0)

@@ -16,6 +16,7 @@ from rlpack.config.roles import role_compute, role_parallel, runs_packed
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.distributed.meshes import new_mesh
+from rlpack.malloc_settings import returning_freed_memory
 from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.check_adapters import check_adapters
@@ -181,6 +182,7 @@ def _note_whole(context: RankContext, role: str, path: str | None, reason: NotIn
         _log.warning("%s: every rank has all weights of %s before they are sharded: %s", role, path, reason)
 
 
+@returning_freed_memory()
 def _shard_and_check(
     model: M,
     config: Config,
