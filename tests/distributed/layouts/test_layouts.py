@@ -108,7 +108,11 @@ _PARTS = {"actor": ("embed_tokens",), "adapters": ("lora_A", "lora_B"), "critic"
                 SAVED,
                 ("pp2vpp2", "pp4", "pp2vpp2dp2", "one", "pp2vpp2tp2", "tp2", "pp2vpp2ep2", "pp2", "pp2vpp2"),
             ),
-            ("deepseek_v3", SAVED, ("ep2tp2", "dp2", "tp2sp", "one", "ep2", "pp2tp2", "pp2ep2", "ep2tp2")),
+            (
+                "deepseek_v3",
+                ("actor", "critic"),
+                ("ep2tp2", "dp2", "tp2sp", "one", "ep2", "pp2tp2", "pp2ep2", "ep2tp2"),
+            ),
         ]
         * RUNS_ALL,
     ],
