@@ -181,7 +181,7 @@ class ActorWorker(SteppedRole):
             kept = kept_tokens(own.values, sampled.values, mask, settings.bounds)
             columns["kept_mask"] = mask.with_values(kept)
             columns["kept_tokens"] = columns["kept_mask"].count_nonzero()
-        parts = {} if lead is None else lag_masks(mask, shard["policy_version"].values, newest, lead)
+        parts = {} if lead is None else lag_masks(mask, shard["policy_version"].values, newest, range(lead + 1))
         for prefix, part in {"": mask, **{f"lag{lag}_": part for lag, part in parts.items()}}.items():
             sums = correction_sums(own.values, sampled.values, part, weights, free, kept)
             columns |= {f"{prefix}{name}": column for name, column in sums.items()}

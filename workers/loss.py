@@ -131,7 +131,7 @@ class PolicyGradientLoss(LogprobLoss):
             the ratio is 1. The column `logprobs` isn't read; the step itself measures `logprob_gap` and `response_kl`,
             and, with `lags`, the totals from which `mismatch/*` are computed.
         responses: number of responses over which the metric `response_kl` is a mean.
-        lags: how many lags of tokens, from 0 on, an update without old log-probs measures apart; 0 for no mismatch.
+        lags: number of lags, from 0, whose mismatch an update without old log-probs measures; 0 measures none.
         newest: the newest policy version, that of lag 0.
     """
 
@@ -234,16 +234,19 @@ class PolicyGradientLoss(LogprobLoss):
         )
 
     def _mismatch(self, tokens: PolicyTokens, rows: BatchedDataDict) -> dict[str, Tensor]:
-        """Return the totals of `mismatch_totals` over the trained tokens, and those of each lag, preceded by `lag<k>_`.
+        """Return the totals of `mismatch_totals` over the trained tokens, and those of each lag that they have.
 
-        They are computed on the CPU, where the rows are.
+        The latter have the prefix `lag<k>_`.
         """
-        own = tokens.logprobs.detach().cpu()
-        mask = rows["response_mask"].with_values(tokens.mask.cpu())
-        parts = lag_masks(mask, rows["policy_version"].values, self.newest, self.lags - 1)
+        own, versions = tokens.logprobs.detach(), rows["policy_version"].values
+        sampled = rows["rollout_logprobs"].values.to(own.device)
+        found = self.newest - versions[trained_tokens(rows)].unique()  # on the CPU, where the rows are
+        mask = rows["response_mask"].to(own.device).with_values(tokens.mask)
+        lags = [lag for lag in found.tolist() if 0 <= lag < self.lags]
+        parts = lag_masks(mask, versions.to(own.device), self.newest, lags)
         metrics: dict[str, Tensor] = {}
         for prefix, part in {"": mask, **{f"lag{lag}_": part for lag, part in parts.items()}}.items():
-            sums = mismatch_sums(own, rows["rollout_logprobs"].values, part)
+            sums = mismatch_sums(own, sampled, part)
             totals = mismatch_totals(sums, part.count_nonzero())
             metrics |= {f"{prefix}{name}": total for name, total in totals.items()}
         return metrics

@@ -14,7 +14,7 @@ from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
 
-# How the sums and totals of `rlpack.algorithms.correction` are named.
+# Prefix of the names of sums and totals in `rlpack.algorithms.correction`.
 _TOTAL = "mismatch_"
 
 
@@ -27,9 +27,9 @@ def correct_off_policy(
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
-    so for the tokens of each lag. Without log-probs from before the update, the update itself measures them
-    (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit on
-    the gap of log-probs (`rollout.max_logprob_gap`) applies to them.
+    so for the tokens of each lag. With a lead, and without log-probs from before the update, the update itself measures
+    them (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit
+    on the gap of log-probs (`rollout.max_logprob_gap`) applies to them.
 
     Args:
         session: the run.
@@ -72,16 +72,14 @@ def measured_lags(session: Session) -> range:
 
 
 def record_mismatch_of_update(session: Session, step: StepContext) -> None:
-    """Replace what the update's loss measured of the mismatch, if anything, by the metrics that are logged.
+    """Turn the mismatch totals of an update that measures lags into metrics `mismatch/*`.
 
     Raises:
         LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
-    measured = {name: value for name, value in step.metrics.items() if name.startswith("actor/") and _TOTAL in name}
-    for name in measured:
-        del step.metrics[name]
-    if measured:
-        _record(session, step, {name.removeprefix("actor/"): value for name, value in measured.items()})
+    prefixes = tuple(f"actor/{lag}{_TOTAL}" for lag in ("", *(f"lag{lag}_" for lag in measured_lags(session))))
+    measured = [name for name in step.metrics if name.startswith(prefixes)]
+    _record(session, step, {name.removeprefix("actor/"): step.metrics.pop(name) for name in measured})
 
 
 def _record(session: Session, step: StepContext, totals: Mapping[str, float]) -> None:
@@ -89,7 +87,8 @@ def _record(session: Session, step: StepContext, totals: Mapping[str, float]) ->
     for lag in (None, *measured_lags(session)):
         prefix, place = ("", "mismatch/") if lag is None else (f"lag{lag}_", f"mismatch/lag_{lag}/")
         own = {name.removeprefix(prefix): value for name, value in totals.items() if name.startswith(prefix + _TOTAL)}
-        step.metrics |= {name.replace("mismatch/", place): value for name, value in mismatch_metrics(own).items()}
+        if own:  # an update measures only the lags of its tokens
+            step.metrics |= {name.replace("mismatch/", place): value for name, value in mismatch_metrics(own).items()}
     check_mismatch(session, step)
 
 

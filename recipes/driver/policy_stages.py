@@ -260,7 +260,8 @@ def update_actor(
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
-    record_mismatch_of_update(session, step)
+    if loss.on_policy and lags:
+        record_mismatch_of_update(session, step)
     gap = step.metrics.get("rollout/logprob_gap") if loss.on_policy else None
     if gap is not None and step.lag > 0:
         session.logprob_gap_limit.check_lagged(gap, step.number, step.lag)

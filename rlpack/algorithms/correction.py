@@ -11,7 +11,7 @@ Letters: T tokens, B rows. Columns may be anything outside the mask.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -149,7 +149,7 @@ def correction_sums(
 
 
 def mismatch_totals(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return what `mismatch_metrics` needs, 0-dimensional: sums over rows, and the maximum of `mismatch_largest`.
+    """Reduce sums per row to 0-dimensional totals: their sums, and the maximum of `mismatch_largest`.
 
     Totals of parts of the rows add up; names that end in `_max` merge by the maximum. `mismatch_rows` counts the rows
     with tokens, and `mismatch_perplexity` is the sum over them of exp(−mean d).
@@ -207,20 +207,20 @@ def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def lag_masks(mask: Ragged, versions: Tensor, newest: int, lead: int) -> dict[int, Ragged]:
-    """Return the response tokens of each lag from 0 to `lead`, as masks of the same rows.
+def lag_masks(mask: Ragged, versions: Tensor, newest: int, lags: Iterable[int]) -> dict[int, Ragged]:
+    """Return the response tokens of each lag, as masks of the same rows.
 
     >>> mask = Ragged.from_rows([[False, True, True]], torch.bool)
-    >>> [part.values.tolist() for part in lag_masks(mask, torch.tensor([-1, 3, 4]), 4, 1).values()]
+    >>> [part.values.tolist() for part in lag_masks(mask, torch.tensor([-1, 3, 4]), 4, [0, 1]).values()]
     [[False, False, True], [False, True, False]]
 
     Args:
         mask: response tokens, bool, B rows.
         versions: the policy version that sampled each token, integers [T].
         newest: the newest policy version, whose weights compute log π_old.
-        lead: the largest lag.
+        lags: how many versions the tokens of each mask are behind the newest.
     """
-    return {lag: mask.with_values(mask.values & (newest - versions == lag)) for lag in range(lead + 1)}
+    return {lag: mask.with_values(mask.values & (newest - versions == lag)) for lag in lags}
 
 
 def _binary_kl(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:

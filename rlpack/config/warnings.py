@@ -127,8 +127,8 @@ def _unmeasured_lag(config: Config) -> Iterator[str]:
         )
     elif correction.bypass:
         yield (
-            f"trainer.lead is {lead}, but algorithm.correction.bypass=true takes the sampler's log-probs for those "
-            "before the update: then no metrics mismatch/* show how far stale responses are from the policy; set it to "
+            f"trainer.lead is {lead}, but algorithm.correction.bypass=true uses the sampler's log-probs as "
+            "the old ones: then no metrics mismatch/* show how far stale responses are from the policy; set it to "
             "false"
         )
 

@@ -1,5 +1,6 @@
 """A few cells of the fault matrix in three runs; `make test-faults` runs them all."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,12 +39,24 @@ def test_a_run_that_loses_every_stateless_role_ends_as_an_undisturbed_one(tmp_pa
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_error_of_a_killed_trainer_names_it_and_no_forked_worker_is_left(tmp_path: Path, address: str):
-    (server,) = (child for child in psutil.Process().children() if address in " ".join(child.cmdline()))
+    (server,) = (child for child in psutil.Process().children() if address in _words(child))
+    forked = server.cpu_times().children_user
     (case,) = (case for case in cases() if str(case) == "trainer rank k, update, kill, one pool")
     (finding,) = Runs(tmp_path, address).find([case]).values()
     assert finding.outcome == "error", finding.text[-5000:]
+    deadline = time.monotonic() + 10
+    while server.children() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert server.children() == []
-    assert server.cpu_times().children_user > 0  # else it forked none
+    assert server.cpu_times().children_user > forked  # else it forked none
+
+
+def _words(process: psutil.Process) -> str:
+    """Return the command line of a process, empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def test_the_table_has_each_cell_or_a_reason_against_it():

@@ -25,10 +25,10 @@ for _ in range(3):
 if sys.argv[1] == "returned":
     with returning_freed_memory():
         use()
-        print(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize(), file=sys.stderr)
+        print(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize())
     use()
 else:
-    print(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize(), file=sys.stderr)
+    print(int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize())
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     use()
@@ -42,7 +42,8 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other
 def page_faults(setting: str) -> tuple[int, int]:
     """Return the page faults of the rounds, and the resident bytes before them."""
     done = subprocess.run([sys.executable, "-c", FAULTS, setting], capture_output=True, text=True, check=True)
-    return int(done.stdout), int(done.stderr)
+    resident, faults = map(int, done.stdout.split())
+    return faults, resident
 
 
 def test_blocks_of_the_size_of_tensors_reuse_freed_memory():

@@ -73,7 +73,7 @@ def test_training_saving_and_exporting_are_the_same_with_every_offload(layout: s
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{kind}-model", dtype=torch.float32)
         stream = {name: value for _, part in found for name, value in part.items()}
         for name, weight in exported.named_parameters():
-            assert np.array_equal(weight.detach().numpy(), states[kind][name]), (kind, name)
+            assert np.array_equal(weight.detach().numpy(), states[kind][f"model.{name}"]), (kind, name)
             assert np.array_equal(weight.detach().numpy(), stream[name]), (kind, name)
     for name, value in states["none"].items():
         assert np.array_equal(states["optimizer"][name], value), name

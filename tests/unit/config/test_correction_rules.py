@@ -96,7 +96,7 @@ def test_settings_without_effect_are_named(recipe: str, correction: dict[str, An
             {"updates_per_batch": 2},
             {"bypass": True},
             {},
-            "algorithm.correction.bypass=true takes the sampler's log-probs",
+            "algorithm.correction.bypass=true uses the sampler's log-probs",
         ),
         ({"updates_per_batch": 2}, {}, {"top_k": 5}, "rollout.top_k or rollout.top_p filters what is sampled"),
     ],

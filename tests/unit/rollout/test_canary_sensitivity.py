@@ -132,7 +132,8 @@ def test_rounding_of_a_deep_new_model_is_far_below_the_least_bounds(rounds_at: s
         logits = torch.cat(parts, 1)
     found = logits[:, :-1].log_softmax(-1).gather(2, CANARY[:, 1:, None])[..., 0]
     scores = torch.nn.functional.pad(found, (1, 0))
-    assert not scores.equal(trainers), "it computes the same products"
+    if scores.equal(trainers):
+        pytest.skip("this CPU computes the same products for one row as for eight")
     narrowest = calibrated(ANY_MODEL, trainers, trainers)
     halved = narrowest._replace(floor=narrowest.floor / 2, share=narrowest.share / 2)
     check_canary(scores, trainers, CANARY, tolerance=halved, version=2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlpack.algorithms.metric_reduction import merge_metrics
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm, Trainer
 from rlpack.config.sections.correction_settings import Correction
@@ -55,9 +56,12 @@ class Updates:
         self.batches.append((batch, loss))
         if not loss.on_policy:
             return [{"actor/skipped_steps": 0.0}]
-        scores = TokenScores(self.old, torch.zeros_like(self.old))
-        metrics = {name: value.item() for name, value in loss(scores, batch).metrics.items()}
-        return [{"actor/skipped_steps": 0.0} | {f"actor/{name}": value for name, value in metrics.items()}]
+        batch, parts = batch.union({"own": batch["response_mask"].with_values(self.old)}), []
+        for microbatch in (batch.select([0, 2]), batch.select([3, 1]), batch.select([])):
+            own = microbatch["own"].values
+            metrics = loss(TokenScores(own, torch.zeros_like(own)), microbatch).metrics
+            parts.append({f"actor/{name}": value.item() for name, value in metrics.items()})
+        return [{"actor/skipped_steps": 0.0} | merge_metrics(parts)]
 
     def run(self, rollouts: BatchedDataDict) -> dict[str, float]:
         """Take one step; return its metrics."""
