@@ -304,8 +304,9 @@ def problem(case: Case, code: int, text: str, step: int) -> str | None:
         planned = case.planned(step)
         words = [f"rank {planned['rank']}", "in start" if case.phase == "start" else f"step {step} of train"]
         if case.is_order:
-            # The calls of roles that share a process fail with it, and the error names one of them.
-            is_of_process = case.layout == "one pool" and case.fault in ("kill", "stop", "lost reply")
+            # While rewards are scored and weights travel, several roles have calls in a process; the error names one.
+            has_several = case.layout == "one pool" and case.phase in ("score", "transfer")
+            is_of_process = has_several and case.fault in ("kill", "stop", "lost reply")
             words.append("role " if is_of_process else f"role {planned['role']}")
     missing = [word for word in words if word not in text]
     return f"the error lacks {missing[0]!r}: {line}" if missing else None
