@@ -25,8 +25,8 @@ from rlpack.workers import build
 from rlpack.workers.build import build_critic, build_policy
 from tests.builders import tiny_config, tiny_tokenizer
 from tests.distributed.models.test_sharded_loading import differences
-from tests.distributed.models.test_weight_stream import MIB, peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
+from tests.memory_rise import MIB, MemoryRise
 
 # Tied, with rotary buffers of two kinds; with stacked experts.
 FAMILIES = ("gemma3_text", "qwen3_moe")
@@ -106,17 +106,17 @@ def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path, sizes
 
 def building_memory(mesh: DeviceMesh, rank: int) -> tuple[int, int, int]:
     """Return how far memory rises while a rank builds its part, the size of the part, and the largest weight."""
+    memory = MemoryRise()
     torch.set_num_threads(1)
     warm_up = open_new_causal_lm(Model(config=LARGE | {"num_hidden_layers": 1}), vocab_size=100)
     warm_up.materialize(warm_up.model, "cpu")
-    before = resident_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    memory.start()
     opened = open_new_causal_lm(Model(config=LARGE), vocab_size=20_000)
     policy = Policy(opened.model)
     shard_model(policy, mesh)
     opened.materialize(policy, "cpu")
     part = sum(local_part(weight).nbytes for weight in policy.parameters())
-    return peak_bytes() - before, part, max(weight.nbytes for weight in policy.parameters())
+    return memory.num_bytes, part, max(weight.nbytes for weight in policy.parameters())
 
 
 def test_a_rank_holds_its_part_and_one_weight(tmp_path: Path):

@@ -20,8 +20,8 @@ from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
 from rlpack.workers.build import set_trained_weights
 from tests.builders import MODEL, tiny_config
-from tests.distributed.models.test_weight_stream import peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
+from tests.memory_rise import MemoryRise
 from tests.unit.recipes.driver.sessions import DATA
 from tests.whole_weights import full_state_dict
 
@@ -114,11 +114,11 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def export_memory(mesh: object, rank: int, checkpoint: str, small: str, folder: str) -> int:
     """Return how far memory rises while a checkpoint is exported, after that of a small model."""
+    memory = MemoryRise()
     export_checkpoint(Path(small), Path(folder) / "small")
-    before = resident_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    memory.start()
     export_checkpoint(Path(checkpoint), Path(folder) / "model")
-    return peak_bytes() - before
+    return memory.num_bytes
 
 
 def test_an_export_holds_the_model_once(tmp_path: Path) -> None:
