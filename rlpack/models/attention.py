@@ -14,7 +14,7 @@ segment, K keys of a segment.
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlpack.models.attention_masks import causal_mask, mask_for_sdpa, query_blocks
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 from rlpack.models.kernel_device import is_simulated, kernel_device
@@ -93,8 +94,6 @@ class SegmentKeys:
 # What FlashAttention supports, as flash-attn and in PyTorch: these dtypes, and heads up to this size.
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _LARGEST_HEAD = 256
-# Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
-_QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -230,23 +229,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
     if query.shape[2] == key.shape[2]:
         return _attend_together(query, key, value, rules)
     blocks = query_blocks(query.shape[2], key.shape[2], rules.window)
-    return torch.cat(
-        [_attend_together(query[:, :, q], key[:, :, k], value[:, :, k], rules) for q, k in blocks],
-        2,
-    )
+    parts = [_attend_together(_narrow(query, q), _narrow(key, k), _narrow(value, k), rules) for q, k in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def query_blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries, and the keys that any query of the block sees.
-
-    >>> list(query_blocks(2, 7, window=3))
-    [(slice(0, 2, None), slice(3, 7, None))]
-    """
-    before = num_keys - num_queries
-    for start in range(0, num_queries, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, num_queries)
-        first = 0 if window is None else max(0, before + start - window + 1)
-        yield slice(start, stop), slice(first, before + stop)
+def _narrow(states: Tensor, part: slice) -> Tensor:
+    """Return part of axis 2; all of it without a slice, whose backward would fill zeros and add to them."""
+    whole = (part.start, part.stop) == (0, states.shape[2])
+    return states if whole else states[:, :, part]
 
 
 def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
@@ -257,7 +247,7 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options)
     # Kernels need no mask for plain causal attention, which a window no shorter than the row also is. Their own mask
     # would align the first query with the first key.
     windowed = rules.window is not None and rules.window < num_keys
-    band = causal_mask(length, rules.window, query.device, num_keys) if windowed or length < num_keys else None
+    band = mask_for_sdpa(query, num_keys, rules.window) if windowed or length < num_keys else None
     if query.shape[1] != key.shape[1] and not _has_grouped_kernel(query, value, band):
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -281,27 +271,6 @@ def _has_grouped_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bo
     if kernel_device(query) != "cuda":
         return True
     return mask is None and query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
-
-
-def causal_mask(length: int, window: int | None, device: torch.device, num_keys: int | None = None) -> Tensor:
-    """Return bool [Q, K], true where a query (row) sees a key.
-
-    A query sees itself and the window - 1 positions before it. The last query is at the position of the last key.
-
-    >>> causal_mask(3, 2, torch.device("cpu")).int().tolist()
-    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    >>> causal_mask(2, None, torch.device("cpu"), num_keys=3).int().tolist()
-    [[1, 1, 0], [1, 1, 1]]
-
-    Args:
-        length: number of queries.
-        window: keys that a query sees; None for all up to its position.
-        device: of the mask.
-        num_keys: at least `length`; None for as many keys.
-    """
-    before = 0 if num_keys is None else num_keys - length
-    allowed = torch.ones(length, length + before, dtype=torch.bool, device=device).tril(before)
-    return allowed if window is None else allowed.triu(before + 1 - window)
 
 
 def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:

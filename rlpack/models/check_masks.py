@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlpack.models.attention import causal_mask
+from rlpack.models.attention_masks import causal_mask
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.errors import ModelError
 from rlpack.models.length_thresholds import MAX_MASK_LENGTH, position_limit, windows

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlpack.models.attention import _attend_packed, _Options, query_blocks
+from rlpack.models.attention import _attend_packed, _Options
+from rlpack.models.attention_masks import query_blocks
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.inputs import ModelInputs, pack_rows
 from rlpack.models.row_parts import RowPart, own_places
