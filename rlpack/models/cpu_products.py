@@ -21,7 +21,7 @@ from torch import Tensor, nn
 # With fewer rows MKL is as fast.
 _LEAST_ROWS = 64
 # Numbers of rows are rounded up to a multiple of the second number if they are at most the first.
-_STEPS = ((512, 64), (2048, 128), (8192, 512))
+_STEPS = ((512, 64), (4096, 128), (8192, 256))
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -44,7 +44,7 @@ def rounded_rows(count: int) -> int:
     """
     if count < _LEAST_ROWS or not is_faster():
         return count
-    step = next((step for most, step in _STEPS if count <= most), 1024)
+    step = next((step for most, step in _STEPS if count <= most), 512)
     return count + -count % step
 
 
