@@ -20,6 +20,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.models import attention
 from rlpack.models.fake_ranks import call_on_fake_rank
 from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.kernel_device import kernels_of
 from rlpack.models.loading import build_meta_classifier, build_meta_model, check_classifier, linear_head
 from rlpack.models.memory_simulation import (
     ModelMemory,
@@ -76,7 +77,8 @@ def role_memory(
         context = RankContext(pool_of(config, role), rank, layout, "cpu")
         model = _without_values(meta_model(config, role, tokenizer))
         model.checkpoint_activations(settings.gradient_checkpointing, role)
-        divide_weights(model, config, role, context, settings.precision)
+        with kernels_of(device):
+            divide_weights(model, config, role, context, settings.precision)
         share_rows(model, config, role, context)
         return model
 

@@ -27,4 +27,9 @@ def is_simulated() -> bool:
 
 def kernel_device(tensor: Tensor) -> str:
     """Return the type of the device whose kernels run on a tensor: its own, or the one of `kernels_of`."""
-    return _simulated_device.get() or tensor.device.type
+    return own_or_simulated(tensor.device.type)
+
+
+def own_or_simulated(device_type: str) -> str:
+    """Return the type of a device, or that of `kernels_of`."""
+    return _simulated_device.get() or device_type

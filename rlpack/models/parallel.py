@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rlpack.config.sections.compute import Offload
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
+from rlpack.models.kernel_device import own_or_simulated
 from rlpack.models.outer_units import shard_outer_modules
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
+from rlpack.models.piecewise_collectives import use_pieces
 from rlpack.models.pipeline_parallel import duplicate_weights
 from rlpack.models.tensor_parallel import sharded_axis
 
@@ -93,8 +95,16 @@ def shard_model(
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if own_or_simulated(mesh.device_type) == "cpu":
+            _save_host_memory(module)
     for name in ("run", "probe", "probe_wrapped_model"):
         register_fsdp_forward_method(policy, name)
+
+
+def _save_host_memory(module: FSDPModule) -> None:
+    """Save memory on CPUs: over gloo, FSDP2 waits for each collective, so gathering ahead gains no time."""
+    module.set_modules_to_backward_prefetch([module])  # instead of the unit before it
+    use_pieces(module)
 
 
 def decoder_layers(policy: PackedModel) -> list[nn.Module]:
