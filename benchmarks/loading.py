@@ -1,7 +1,8 @@
 """Measure the peak memory of ranks that load or make a model, in parts or whole, and export it.
 
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
-    python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
+    python benchmarks/loading.py --ranks 2 --checks all  # with the checks of a role's model
+    python benchmarks/loading.py --checks gradients      # with the one that takes most memory
     python benchmarks/loading.py --tp 2                  # ranks share layers in pairs
     python benchmarks/loading.py --shape llama-1b        # Llama-3.2-1B: its embedding alone is 1,002 MiB
     python benchmarks/loading.py --new                   # a new model of this size, without files
@@ -26,16 +27,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpack.config.schema import Model
+from rlpack.malloc_settings import keep_freed_memory, returning_freed_memory
 from rlpack.models import own_attention
+from rlpack.models.check_gradients import check_gradients
+from rlpack.models.check_rows import RowLimits, gradient_rows, random_rows
 from rlpack.models.checks import check_model
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm, open_new_causal_lm
-from rlpack.models.parallel import shard_model
+from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.parts import local_part
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import split_weights
@@ -121,9 +125,47 @@ def new_model(shape: dict[str, Any]) -> Model:
     return Model(config={"model_type": "llama"} | settings)
 
 
+def load_model(options: argparse.Namespace, folder: str, mesh: DeviceMesh) -> Policy:
+    """Load or make the model on one rank."""
+    attention = own_attention.DEFAULT
+    shape = options.shape
+    model = new_model(shape) if options.new else Model(path=folder)
+    if options.whole:
+        policy = Policy(build_causal_lm(model, vocab_size=shape["vocab_size"], attention_name=attention))
+        shard_model(policy, mesh)
+        return policy
+    opened = (open_new_causal_lm if options.new else open_causal_lm)(
+        model, vocab_size=shape["vocab_size"], attention_name=attention
+    )
+    policy = Policy(opened.model)
+    if options.tp > 1:
+        pairs = init_device_mesh("cpu", (options.ranks // options.tp, options.tp), mesh_dim_names=("dp_shard", "tp"))
+        policy.weight_split = WeightSplit(pairs["tp"])
+        split_weights(policy, policy.weight_split)
+        mesh = pairs["dp_shard"]
+    shard_model(policy, mesh)
+    opened.materialize(policy, "cpu")
+    return policy
+
+
+@torch.no_grad()
+def check(policy: Policy, options: argparse.Namespace) -> None:
+    """Check the model as a role's start does, or its gradients only."""
+    vocab_size = options.shape["vocab_size"]
+    policy.measure_outputs()
+    if options.checks == "all":
+        check_model(policy, "cpu", vocab_size, packed=False)
+    else:
+        policy.eval()
+        rows = random_rows(gradient_rows(policy.uncut.model, RowLimits()), vocab_size, seed=1)
+        check_gradients(policy, rows, "cpu", packed=False, role="actor")
+    reshard(policy)
+
+
 def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiprocessing.Queue[Peak]") -> None:
-    """Load and export the model on one rank, and report its peaks."""
+    """Load, check and export the model on one rank, and report its peaks."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     store = f"file://{folder}/store"
     deadline = timedelta(minutes=10)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=deadline)
@@ -131,30 +173,11 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     start = time.perf_counter()
-    attention = own_attention.DEFAULT
-    shape = SHAPES[options.shape]
-    model = new_model(shape) if options.new else Model(path=folder)
-    if options.whole:
-        policy = Policy(build_causal_lm(model, vocab_size=shape["vocab_size"], attention_name=attention))
-        shard_model(policy, mesh)
-    else:
-        opened = (open_new_causal_lm if options.new else open_causal_lm)(
-            model, vocab_size=shape["vocab_size"], attention_name=attention
-        )
-        policy = Policy(opened.model)
-        if options.tp > 1:
-            pairs = init_device_mesh(
-                "cpu", (options.ranks // options.tp, options.tp), mesh_dim_names=("dp_shard", "tp")
-            )
-            policy.weight_split = WeightSplit(pairs["tp"])
-            split_weights(policy, policy.weight_split)
-            mesh = pairs["dp_shard"]
-        shard_model(policy, mesh)
-        opened.materialize(policy, "cpu")
-    seconds = time.perf_counter() - start
-    if options.checks:
-        policy.measure_outputs()
-        check_model(policy, "cpu", shape["vocab_size"], packed=False)
+    with returning_freed_memory():  # as at the start of a role
+        policy = load_model(options, folder, mesh)
+        seconds = time.perf_counter() - start
+        if options.checks:
+            check(policy, options)
     shard = sum(local_part(weight).nbytes for weight in policy.parameters()) / MIB
     loading = memory("VmHWM") - before
     Path("/proc/self/clear_refs").write_text("5")
@@ -177,15 +200,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small-vocabulary", help="of the model")
     parser.add_argument("--new", action="store_true", help="random weights instead of files")
     parser.add_argument("--whole", action="store_true", help="load or make the whole model on each rank")
-    parser.add_argument("--checks", action="store_true", help="include the checks of a role's model")
+    parser.add_argument("--layers", type=int, help="of the model, instead of the shape's")
+    parser.add_argument("--checks", choices=["all", "gradients"], help="include the checks of a role's model")
     options = parser.parse_args()
+    options.shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         if options.new:
-            print(f"a new model of {num_parameters(SHAPES[options.shape]) / 1e9:.2f} B parameters")
+            print(f"a new model of {num_parameters(options.shape) / 1e9:.2f} B parameters")
         else:
-            size = write_model(Path(folder), getattr(torch, options.dtype), SHAPES[options.shape])
+            size = write_model(Path(folder), getattr(torch, options.dtype), options.shape)
             print(f"{size / 1e9:.2f} B parameters, {4 * size / MIB:,.0f} MiB in fp32, files in {options.dtype}")
         peaks: multiprocessing.Queue[Peak] = context.Queue()
         ranks = [context.Process(target=load, args=(rank, options, folder, peaks)) for rank in range(options.ranks)]
