@@ -75,13 +75,14 @@ def left_on(machines: Machines, folder: Path, before: set[psutil.Process]) -> di
     left = [process for process in processes(mark) if process not in before]
     return {
         **holders(machines),
-        "processes": [_title(process) for process in left],
+        "processes": [title for process in left if (title := _title(process))],
         "locked": is_held(folder / "run" / LOCK),
     }
 
 
-def _title(process: psutil.Process) -> str:
+def _title(process: psutil.Process) -> str | None:
+    """Return a process's command; None if it has ended."""
     try:
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()) or process.name()
     except psutil.Error:
-        return process.name()
+        return None

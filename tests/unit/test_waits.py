@@ -73,6 +73,7 @@ BOUNDED = {
     "it runs on a rank, within a call that the driver ends at its deadline": {
         "rlpack/distributed/process.py: self._background.pop(call_id).result()",
         "rlpack/models/stage_link.py: dist.recv(tensor, group=group, group_src=stage)",
+        "rlpack/models/piecewise_collectives.py: work.wait()",
         "rlpack/models/stage_link.py: work.wait()",
     },
     "the method of a pool, which has its own deadline": {
