@@ -69,7 +69,10 @@ def started() -> Iterator[Started]:
     roles = {name: Role(target=f"{__name__}:{kind.__name__}") for name, kind in FAULTY.items()}
     config = tiny_config(roles={**builtin_roles(), **roles}, placement=placement)
     with Cluster(placement) as cluster:
-        yield cluster, start_roles(cluster, config, list(FAULTY), (config, sample_tokenizer()))
+        groups = start_roles(cluster, config, list(FAULTY), (config, sample_tokenizer()))
+        for group in groups.values():
+            group.ranks.is_restartable = False  # as in `check_role_on_ray`
+        yield cluster, groups
 
 
 def test_a_good_role_runs_dies_and_leaves_nothing_behind():
