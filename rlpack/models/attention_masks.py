@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rlpack.models.kernel_device import is_simulated
 
 # Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
 _QUERY_BLOCK = 128
-# The masks of up to so many keys are views of one that is made once, of 1 MiB in fp32.
+# Masks for at most this many keys are views of one cached matrix, of 1 MiB in fp32.
 _BAND_KEYS = 512
 
 
@@ -71,7 +72,8 @@ def mask_for_sdpa(query: Tensor, num_keys: int, window: int | None) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _added_scores(window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return what SDPA adds to the scores of as many queries as keys: 0 for a key that a query sees, and -inf."""
-    with torch.inference_mode(False):  # a mask made in inference mode could not be used in training
+    """Return the additive mask [K, K] of K = `_BAND_KEYS` keys: 0 where a query sees a key, else -inf."""
+    # It outlives the caller's modes: one made in inference mode could not be used in training, for example.
+    with _disable_current_modes(), torch.inference_mode(False):
         hidden = ~causal_mask(_BAND_KEYS, window, torch.device("cpu"))
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))

@@ -168,9 +168,10 @@ def _can_be_called() -> bool:
 
 
 def _bound_caches() -> None:
-    """Have oneDNN and its wrapper in PyTorch remember 512 shapes instead of 1024; they read this at their first call.
+    """Have oneDNN and its wrapper in PyTorch remember 640 shapes instead of 1024; they read this at their first call.
 
-    A remembered shape takes up to 1 MB. A model of four shapes of weights needs about 30 numbers of rows, thrice each.
+    A remembered shape takes up to 1 MB. A model of four shapes of weights needs up to 52 numbers of
+    rows below 8,192, thrice each.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "512")
+        os.environ.setdefault(name, "640")

@@ -1,4 +1,4 @@
-"""The device whose kernels run on a tensor: its own, or one that is simulated, for tensors without values."""
+"""The device whose kernels and collectives run: a tensor's own, or one that is simulated for tensors without values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _simulated_device: ContextVar[str | None] = ContextVar("simulated_device", defau
 
 @contextmanager
 def kernels_of(device_type: str) -> Iterator[None]:
-    """Choose the kernels of a device, `cpu` or `cuda`, inside the context, for tensors that have no values."""
+    """Choose the kernels and collectives of `cpu` or `cuda` inside the context, where tensors have no values."""
     token = _simulated_device.set(device_type)
     try:
         yield
@@ -27,9 +27,9 @@ def is_simulated() -> bool:
 
 def kernel_device(tensor: Tensor) -> str:
     """Return the type of the device whose kernels run on a tensor: its own, or the one of `kernels_of`."""
-    return own_or_simulated(tensor.device.type)
+    return effective_device_type(tensor.device.type)
 
 
-def own_or_simulated(device_type: str) -> str:
-    """Return the type of a device, or that of `kernels_of`."""
+def effective_device_type(device_type: str) -> str:
+    """Return the device type that `kernels_of` chose, or `device_type` outside of it."""
     return _simulated_device.get() or device_type

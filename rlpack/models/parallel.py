@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rlpack.config.sections.compute import Offload
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
-from rlpack.models.kernel_device import own_or_simulated
+from rlpack.models.kernel_device import effective_device_type
 from rlpack.models.outer_units import shard_outer_modules
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
@@ -95,7 +95,7 @@ def shard_model(
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if own_or_simulated(mesh.device_type) == "cpu":
+        if effective_device_type(mesh.device_type) == "cpu":
             _save_host_memory(module)
     for name in ("run", "probe", "probe_wrapped_model"):
         register_fsdp_forward_method(policy, name)
@@ -103,7 +103,8 @@ def shard_model(
 
 def _save_host_memory(module: FSDPModule) -> None:
     """Save memory on CPUs: over gloo, FSDP2 waits for each collective, so gathering ahead gains no time."""
-    module.set_modules_to_backward_prefetch([module])  # instead of the unit before it
+    # A unit that prefetches itself prefetches nothing; an empty list would restore the default.
+    module.set_modules_to_backward_prefetch([module])
     use_pieces(module)
 
 

@@ -1,8 +1,9 @@
-"""FSDP2's collectives over gloo, in pieces: gloo copies what it gathers or sums, whole, in buffers of its own.
+"""All-gathers and reduce-scatters of FSDP2 over gloo, in pieces.
 
-A gathered layer or embedding then takes a third copy, and a gradient too. In pieces the copy is small.
+gloo copies each message to a buffer of its own, so a gathered layer would exist three times. Pieces bound the copy.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+
+from rlpack.models.kernel_device import is_simulated
 
 try:
     from torch.distributed import reduce_scatter_single
@@ -21,13 +24,18 @@ _PIECE_BYTES = 2**24
 
 
 def use_pieces(module: FSDPModule, piece_bytes: int = _PIECE_BYTES) -> None:
-    """Have an FSDP unit on CPUs gather its weights and sum its gradients in pieces."""
+    """Have an FSDP unit on CPUs gather its weights and sum its gradients in pieces.
+
+    Simulated collectives copy nothing, so they run in one piece, which takes less time.
+    """
+    if is_simulated():
+        piece_bytes = sys.maxsize
     module.set_custom_all_gather(_AllGather(piece_bytes))  # pyright: ignore[reportArgumentType]
     module.set_custom_reduce_scatter(_ReduceScatter(piece_bytes))  # pyright: ignore[reportArgumentType]
 
 
 class _Pieces:
-    """What FSDP2 asks of a collective; the base classes are private."""
+    """What both collectives share of FSDP2's interface, whose base classes are private."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -43,7 +51,7 @@ class _Pieces:
 
 
 class _AllGather(_Pieces):
-    """Gathers the parts [n] of all ranks into [ranks · n]."""
+    """All-gather: the parts [n] of all ranks to [ranks · n]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -51,9 +59,8 @@ class _AllGather(_Pieces):
         """Gather; never in the background.
 
         Returns:
-            The last piece's work, which is done. FSDP2 then takes the collective for one in the background and frees
-            its output once it is copied. Otherwise it would keep that of the output layer from the forward pass to the
-            end of the backward pass.
+            The completed work of the last piece, so that FSDP2 treats the gather as asynchronous and frees its output
+            after copying it. Otherwise it would keep the output layer's until the end of the backward pass.
         """
         parts, work = output_tensor.view(group.size(), -1), None
         for piece in self._of(input_tensor, group):
@@ -64,7 +71,7 @@ class _AllGather(_Pieces):
 
 
 class _ReduceScatter(_Pieces):
-    """Sums [ranks · n] over ranks, of which each gets its part [n]."""
+    """Reduce-scatter: [ranks · n] of each rank to this rank's sums [n]."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.parallel import shard_model
-from rlpack.models.piecewise_collectives import use_pieces
+from rlpack.models.piecewise_collectives import _PIECE_BYTES, _AllGather, _ReduceScatter, use_pieces
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
@@ -27,6 +27,7 @@ WAYS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "kept": (2, {"dp_shard": 2}, {"reshard_after_forward": False}),
     "bf16": (2, {"dp_shard": 2}, {"precision": "bf16"}),
     "offload": (2, {"dp_shard": 2}, {"offload": "parameters"}),
+    "three parts": (3, {"dp_shard": 3}, {}),
     "replicas": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     "tensor parallel": (4, {"dp_shard": 2, "tp": 2}, {}),
 }
@@ -36,7 +37,7 @@ def steps(_: DeviceMesh, rank: int, way: str) -> list[Step]:
     """Return a step with the stock collectives, and one in pieces."""
     size, shape, options = WAYS[way]
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-    found = []
+    results = []
     for in_pieces in (False, True):
         policy = Policy(tiny_model("qwen3", dtype=torch.float32), chunk=7)
         if "tp" in shape:
@@ -49,8 +50,8 @@ def steps(_: DeviceMesh, rank: int, way: str) -> list[Step]:
             if in_pieces and isinstance(module, FSDPModule):
                 use_pieces(module, piece_bytes=104)  # 26 numbers of all ranks, which divide no weight
         policy.train()
-        found.append(optimizer_step(policy, MICROBATCHES[rank * 2 // size]))
-    return found
+        results.append(optimizer_step(policy, MICROBATCHES[rank * 2 // size]))
+    return results
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,16 +67,12 @@ def test_a_step_in_pieces_has_the_bits_of_the_stock_collectives(way: str, tmp_pa
 def peaks(mesh: DeviceMesh, rank: int) -> list[float]:
     """Return how many MiB the process grows while it gathers 96 MiB, and while it sums as much."""
     memory = MemoryRise()
-    module = torch.nn.Linear(1, 1)
-    unit = torch.distributed.fsdp.fully_shard(module, mesh=mesh)
-    use_pieces(unit)
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
     whole, part = torch.ones(24 * MIB), torch.ones(12 * MIB)
     memory.start()
-    group._all_gather_comm(whole, part, mesh.get_group())
+    _AllGather(_PIECE_BYTES)(whole, part, mesh.get_group())
     gathering = memory.num_bytes
     memory.start()
-    group._reduce_scatter_comm(part, whole, mesh.get_group(), dist.ReduceOp.SUM)
+    _ReduceScatter(_PIECE_BYTES)(part, whole, mesh.get_group(), dist.ReduceOp.SUM)
     return [gathering / MIB, memory.num_bytes / MIB]
 
 

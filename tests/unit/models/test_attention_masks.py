@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlpack.models.attention_masks import causal_mask, mask_for_sdpa
 
@@ -41,3 +42,15 @@ def test_masks_first_used_in_inference_mode_can_be_trained_with():
         mask_for_sdpa(query, 11, window=10)
     F.scaled_dot_product_attention(query, key, key, attn_mask=mask_for_sdpa(query, 11, window=10)).sum().backward()
     assert query.grad is not None
+
+
+def test_masks_first_used_without_values_have_values_later():
+    query = torch.zeros(1, 1, 6, 8)
+    with torch.device("meta"):
+        mask_for_sdpa(query, 11, window=9)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mask_for_sdpa(query, 11, window=8)
+    for window in (8, 9):
+        mask = mask_for_sdpa(query, 11, window)
+        assert type(mask) is torch.Tensor
+        assert torch.equal(mask == 0, visible(6, 11, window))
