@@ -1,6 +1,7 @@
 """All-gathers and reduce-scatters of FSDP2 over gloo, in pieces.
 
-gloo copies each message to a buffer of its own, so a gathered layer would exist three times. Pieces bound the copy.
+gloo copies each message internally. If a layer is gathered in one call, three copies of it exist at the same time: the
+output, gloo's copy, and the parameters that FSDP2 unpacks. Small pieces keep gloo's copy small.
 """
 
 import sys
@@ -19,7 +20,7 @@ try:
 except ImportError:  # PyTorch before 2.13
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
-# Maximum size of a piece, all ranks' together.
+# Maximum size of a piece, summed over the ranks.
 _PIECE_BYTES = 2**24
 
 
@@ -35,7 +36,7 @@ def use_pieces(module: FSDPModule, piece_bytes: int = _PIECE_BYTES) -> None:
 
 
 class _Pieces:
-    """What both collectives share of FSDP2's interface, whose base classes are private."""
+    """The part of FSDP2's interface that both collectives share; FSDP2's own base classes are private."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -45,7 +46,7 @@ class _Pieces:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _of(self, part: Tensor, group: dist.ProcessGroup) -> Iterator[slice]:
-        """Yield the places of pieces of a rank's part, the same on every rank."""
+        """Yield the slice of each piece of a rank's part; they are the same on every rank."""
         most = max(1, self._piece_bytes // (group.size() * part.itemsize))
         yield from (slice(start, start + most) for start in range(0, part.numel(), most))
 
@@ -56,11 +57,11 @@ class _AllGather(_Pieces):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather; never in the background.
+        """Gather all pieces before returning, even if `async_op` is set.
 
         Returns:
-            The completed work of the last piece, so that FSDP2 treats the gather as asynchronous and frees its output
-            after copying it. Otherwise it would keep the output layer's until the end of the backward pass.
+            The completed work of the last piece. FSDP2 then treats the gather as asynchronous, and frees its output
+            after unpacking it. Otherwise it would keep the output layer's until the end of the backward pass.
         """
         parts, work = output_tensor.view(group.size(), -1), None
         for piece in self._of(input_tensor, group):
@@ -76,7 +77,7 @@ class _ReduceScatter(_Pieces):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum; never in the background."""
+        """Sum all pieces before returning, even if `async_op` is set."""
         parts = input_tensor.view(group.size(), -1)
         for piece in self._of(output_tensor, group):
             reduce_scatter_single(output_tensor[piece], parts[:, piece].flatten(), op=op, group=group)
