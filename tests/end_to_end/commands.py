@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,6 +21,7 @@ import rlpack
 from rlpack.cli.main import main
 from rlpack.user_code import exit_now
 from tests.fork_server import environment, fork_context
+from tests.forked_workers import ADDRESS, forked_workers, shared_server
 
 ROOT = Path(rlpack.__file__).parents[1]
 DEADLINE_S = 240.0
@@ -127,25 +128,34 @@ def _belongs(process: psutil.Process, command: Command) -> bool:
 
 @contextmanager
 def started(
-    folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()
+    folder: Path,
+    *overrides: str,
+    run_dir: str = "run",
+    ranks: int = 2,
+    path: Sequence[Path] = (),
+    forks_workers: bool = True,
 ) -> Iterator[Command]:
     """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block."""
     words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *_DEADLINES, *overrides]
-    with started_words(folder, words, folder / run_dir, path) as command:
+    with started_words(folder, words, folder / run_dir, path, forks_workers=forks_workers) as command:
         yield command
 
 
 @contextmanager
-def started_words(folder: Path, words: list[str], run_dir: Path, path: Sequence[Path] = ()) -> Iterator[Command]:
+def started_words(
+    folder: Path, words: list[str], run_dir: Path, path: Sequence[Path] = (), *, forks_workers: bool = True
+) -> Iterator[Command]:
     """Start any `rlpack` command in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block.
 
-    Its process is forked from one that has imported what the command needs, which takes most of a short run's time. Ray
-    and the ranks start as ever.
+    Its process is forked from one that has imported what the command needs, which takes most of a short run's time. So
+    are the ranks, if `forks_workers` is true; otherwise Ray starts them as ever.
     """
     folder.mkdir(exist_ok=True)
     mark = secrets.token_hex(8)
     own = [str(place) for place in [ROOT, *path]]
     variables = environment() | {"PYTHONPATH": os.pathsep.join(own), MARK: mark, "WANDB_SILENT": "true"}
+    if forks_workers and (workers := shared_server()) is not None:
+        variables[ADDRESS] = workers
     process = fork_context().Process(
         target=_run_command, args=(folder, words, [*own, *_IMPORT_PATH, str(folder)], variables, mark)
     )
@@ -159,7 +169,9 @@ def started_words(folder: Path, words: list[str], run_dir: Path, path: Sequence[
         process.join()
 
 
-def _run_command(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str) -> None:
+def _run_command(
+    folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str, *, log_monitor: bool = True
+) -> None:
     """Become a process like that of `python -m rlpack`, leader of its own session, and end as it does."""
     os.setsid()
     for descriptor, suffix in ((1, "out"), (2, "err")):
@@ -170,15 +182,23 @@ def _run_command(folder: Path, words: list[str], places: list[str], variables: d
     os.environ.update(variables)
     sys.path[:] = list(dict.fromkeys(places))
     try:
-        sys.exit(main(words))
+        with forked_workers(variables[ADDRESS], log_monitor=log_monitor) if ADDRESS in variables else nullcontext():
+            sys.exit(main(words))
     finally:
         atexit._run_exitfuncs()  # as at the end of any other process; `multiprocessing` leaves them out
         os._exit = exit_now  # the command refuses to end this way, which is how `multiprocessing` ends a process
 
 
-def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()) -> Command:
+def done(
+    folder: Path,
+    *overrides: str,
+    run_dir: str = "run",
+    ranks: int = 2,
+    path: Sequence[Path] = (),
+    forks_workers: bool = True,
+) -> Command:
     """Run `rlpack train` to its end, which has to be a good one and to leave no process."""
-    with started(folder, *overrides, run_dir=run_dir, ranks=ranks, path=path) as command:
+    with started(folder, *overrides, run_dir=run_dir, ranks=ranks, path=path, forks_workers=forks_workers) as command:
         assert command.wait() == 0, command.err
         assert "Traceback" not in command.err
         assert command.left_behind() == []

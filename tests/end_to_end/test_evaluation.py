@@ -109,7 +109,7 @@ def test_stopped_twice_and_continued_an_evaluation_writes_the_files_of_an_uninte
     whole = evaluated(tmp_path, model, *FOLDER, *SMALL, output="whole")
     for how, parts in (("kill", 1), ("ctrl-c", 3)):
         words = ["evaluate", model, "evaluate.output_dir=stopped", *FOLDER, *SMALL]
-        with started_words(tmp_path, words, tmp_path / "stopped") as command:
+        with started_words(tmp_path, words, tmp_path / "stopped", forks_workers=how != "kill") as command:
             until(lambda parts=parts: len(rows_of(tmp_path / "stopped")) >= 3 * parts, 120)
             command.process.kill() if how == "kill" else command.interrupt()
             assert command.wait() == (-9 if how == "kill" else 130)

@@ -42,6 +42,7 @@ def run(tmp_path_factory):
         "checkpoint.every=10",
         "logger.tensorboard=true",
         "logger.wandb=offline",
+        forks_workers=False,  # one run is just as a user's
     )
 
 

@@ -43,7 +43,7 @@ class Stopped:
 
 def stop(folder: Path, phase: str, step: int, how: str, *overrides: str) -> Stop:
     """Continue the run, stop it once `step` of `phase` is logged, and return the outcome."""
-    with started(folder, *OVERRIDES, *overrides) as command:
+    with started(folder, *OVERRIDES, *overrides, forks_workers=how != "kill") as command:
         command.wait_for(phase, step)
         assert len(command.processes()) > 2  # driver, Ray's processes and ranks, all with the command's mark
         if how == "kill":

@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_ends_as_the_uninterrupted_one_bit_for_bit(
     whole: tuple[Command, tuple[str, ...]], tmp_path: Path
 ):
     uninterrupted, overrides = whole
-    with started(tmp_path, *overrides, "resume=auto", ranks=1) as command:
+    with started(tmp_path, *overrides, "resume=auto", ranks=1, forks_workers=False) as command:
         until(lambda: committed(command.run_dir, "train") != [], DEADLINE_S)
         command.process.kill()  # a step trains, and the batch of the next one is being drawn
         assert command.wait() == -9

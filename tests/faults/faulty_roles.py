@@ -33,7 +33,7 @@ def ask_again_soon() -> None:
 
     Ray 2.60 may leave a process waiting for an object that exists (`object_handles.get_objects`).
     """
-    from rlpack.distributed import object_handles  # not above: it imports Ray, see `tests.faults.forked_workers`
+    from rlpack.distributed import object_handles  # not above: it imports Ray, see `tests.forked_workers`
 
     object_handles._ASK_AGAIN_S = 3.0
 

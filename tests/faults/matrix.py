@@ -21,9 +21,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from tests.faults.forked_workers import worker_server
 from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
 from tests.faults.table import FAULTS, LAYOUTS, PHASES, RANKED, ROLES, Case, cases, reason_against
+from tests.forked_workers import worker_server
 
 # Of a run with faults; the last is undisturbed, since a role that isn't called any more isn't started again.
 STEPS = 4

@@ -24,10 +24,10 @@ from rlpack.observe.run import Run
 from rlpack.observe.run_dir import LOCK
 from tests.end_to_end.commands import MARK, ROOT, Command, _run_command, records, without_times
 from tests.faults.faulty_roles import CLASSES, FOLDER, ask_again_soon
-from tests.faults.forked_workers import ADDRESS, use_forked_workers
 from tests.faults.injection import CLUSTER, install
 from tests.faults.table import Case
 from tests.fork_server import environment, fork_context
+from tests.forked_workers import ADDRESS
 
 DEADLINE_S = 150.0
 # Deadline of a call: all roles of a pool wait for the same two processes.
@@ -132,13 +132,11 @@ def started(
 
 
 def _run(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str, plan: Any) -> None:
-    if ADDRESS in variables:
-        use_forked_workers()
     if plan:
         install(folder, plan)
     ask_again_soon()
     with patch.object(Run, "_report"):  # drawing it takes a second
-        _run_command(folder, words, places, variables, mark)
+        _run_command(folder, words, places, variables, mark, log_monitor=ADDRESS not in variables)
 
 
 def fired(folder: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.forked_workers import worker_server
 from tests.faults.matrix import Runs, batches, table
 from tests.faults.table import ACTIVE, FAULTS, PHASES, RANKED, ROLES, cases, expected, reason_against
+from tests.forked_workers import worker_server
 
 # One kill of each stateless role, in as many phases: in its own call, between calls, and while it gets weights.
 KILLED = {

@@ -4,8 +4,12 @@ The driver's raylet runs this file in place of Ray's `default_worker.py`. It pas
 standard streams to a server, which forks a process that runs `default_worker.py` with them. This process waits for the
 fork and ends with it; if it is killed, the server kills the fork. So whatever looks for the raylet's children, or ends
 them, finds or ends the forks. The server has not imported Ray, which reads the environment once.
+
+Set RLPACK_TEST_RAY_WORKERS=1 to run the tests with workers that Ray starts itself.
 """
 
+import atexit
+import functools
 import gc
 import importlib
 import json
@@ -18,18 +22,29 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 # Names the server's socket, in the environment of a run and so of its workers.
 ADDRESS = "RLPACK_TEST_FORKED_WORKERS"
-# What the ranks import.
-_IMPORTS = ("tests.faults.faulty_roles",)
+_SWITCH = "RLPACK_TEST_RAY_WORKERS"
+# What the ranks import, and no Ray.
+_IMPORTS = (
+    "rlpack.workers.actor",
+    "rlpack.workers.critic",
+    "rlpack.workers.judge",
+    "rlpack.workers.reference",
+    "rlpack.workers.reward",
+    "rlpack.workers.reward_model",
+    "rlpack.workers.rollout",
+    "tests.distributed.roles",
+    "tests.faults.faulty_roles",
+)
 _STREAMS = 3
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 
 
 @contextmanager
@@ -54,11 +69,32 @@ def worker_server() -> Iterator[str]:
             server.communicate(timeout=10)
 
 
-def use_forked_workers() -> None:
-    """Let the Ray that this process starts fork its workers, and start no log monitor."""
+@functools.cache
+def shared_server() -> str | None:
+    """Return the address of a server that lives as long as this process; None if Ray is to start workers itself."""
+    if os.environ.get(_SWITCH) == "1":
+        return None
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(worker_server())
+
+
+@contextmanager
+def forked_workers(address: str, *, log_monitor: bool = True) -> Iterator[None]:
+    """Let the Ray that this process starts in this block fork its workers.
+
+    Args:
+        address: of the server.
+        log_monitor: false, start without Ray's log monitor, so that no output of workers reaches the driver.
+    """
+    from unittest.mock import patch  # not above, since each waiting process would import it
+
     from ray._private.parameter import RayParams
 
-    RayParams.__init__ = partialmethod(RayParams.__init__, worker_path=__file__, include_log_monitor=False)
+    options = {"worker_path": __file__} | ({} if log_monitor else {"include_log_monitor": False})
+    start = partialmethod(RayParams.__init__, **options)
+    with patch.dict(os.environ, {ADDRESS: address}), patch.object(RayParams, "__init__", start):
+        yield
 
 
 def serve(address: str) -> None:
@@ -113,7 +149,7 @@ def _end(connection: socket.socket, ended: int, pid: int, selector: selectors.Ba
     os.close(ended)
 
 
-def _run(streams: list[int], arguments: list[str], variables: dict[str, str], folder: str) -> None:
+def _run(streams: list[int], arguments: list[str], variables: dict[str, str], folder: str, niceness: int) -> None:
     """Become the worker."""
     code = 1
     try:
@@ -122,8 +158,8 @@ def _run(streams: list[int], arguments: list[str], variables: dict[str, str], fo
         os.closerange(_STREAMS, os.sysconf("SC_OPEN_MAX"))
         os.setsid()
         os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(variables)
+        os.nice(max(0, niceness - os.nice(0)))
+        _replace_environment(variables)
         from ray._private.workers import __path__ as place
 
         script = os.path.join(place[0], "default_worker.py")
@@ -136,9 +172,27 @@ def _run(streams: list[int], arguments: list[str], variables: dict[str, str], fo
         os._exit(code)
 
 
+def _replace_environment(variables: dict[str, str]) -> None:
+    """Replace the environment, and the places on the import path that come from it."""
+    inherited = _places(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = [*_places(os.environ), *(place for place in sys.path if place and place not in inherited)]
+
+
+def _places(variables: Mapping[str, str]) -> list[str]:
+    """Return the places that PYTHONPATH names."""
+    return [place for place in variables.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
 def _wait_for_worker() -> None:
     """Ask the server for a worker, and wait for its end."""
-    request: dict[str, Any] = {"arguments": sys.argv[1:], "variables": dict(os.environ), "folder": os.getcwd()}
+    request: dict[str, Any] = {
+        "arguments": sys.argv[1:],
+        "variables": dict(os.environ),
+        "folder": os.getcwd(),
+        "niceness": os.nice(0),
+    }
     with suppress(ConnectionError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS])
         socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], range(_STREAMS))
