@@ -303,9 +303,11 @@ def problem(case: Case, code: int, text: str, step: int) -> str | None:
         words = [f"rank {planned['rank']}", "in start" if case.phase == "start" else f"step {step} of train"]
         if case.is_order:
             # While rewards are scored and weights travel, several roles have calls in a process; the error names one.
-            has_several = case.layout == "one pool" and case.phase in ("score", "transfer")
-            is_of_process = has_several and case.fault in ("kill", "stop", "lost reply")
-            words.append("role " if is_of_process else f"role {planned['role']}")
+            # The reference computes its log-probs just before the actor; a process that is killed may not have replied.
+            faults = ("kill", "stop", "lost reply")
+            several = {"score": faults, "transfer": faults, "log-probs": ("kill",)}.get(case.phase, ())
+            has_several = case.layout == "one pool" and case.fault in several
+            words.append("role " if has_several else f"role {planned['role']}")
     missing = [word for word in words if word not in text]
     return f"the error lacks {missing[0]!r}: {line}" if missing else None
 
