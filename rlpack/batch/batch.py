@@ -6,7 +6,7 @@ Invariants (tests/unit/batch):
 2. `restore` of the results that ranks computed on `shard`'s batches has the original row order, for any plan and after
    any reordering, subset or pickling, as long as row ids were carried along.
 3. A shard's plan refers to row ids: selecting a subset makes microbatches smaller, never fewer.
-4. Every column but a tensor [B] can be remote (`RemoteColumn`): only operations that read tokens need a `reader`.
+4. Any column except a tensor [B] can be remote (`RemoteColumn`). Only operations that read tokens need a `reader`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -113,7 +113,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self.row_ids.size
 
     def names_of(self, kind: Kind) -> list[str]:
-        """Return the names of all columns of a kind, remote ones too: `per-token`, `per-row` or `list`."""
+        """Return the names of all columns of a kind, including remote ones: `per-token`, `per-row` or `list`."""
         return [name for name, column in self._columns.items() if describe(column)[0] == kind]
 
     def ragged(self, name: str) -> Ragged:
@@ -131,7 +131,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return column
 
     def token_counts(self, lengths_from: str = "input_ids") -> Tensor:
-        """Return the tokens of each row, int64 [B], on the CPU; plans are made from them."""
+        """Return the number of tokens in each row, int64 [B], on the CPU; plans are based on these counts."""
         lengths = column_ops.lengths_of(self._columns.get(lengths_from, []))
         return self.ragged(lengths_from).lengths if lengths is None else lengths.cpu()
 
@@ -202,10 +202,10 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return [self.select(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
     def repeat_interleave(self, n: int) -> "BatchedDataDict":
-        """Return every row `n` times, copies next to each other, with new ids.
+        """Repeat every row `n` times, copies next to each other, with new ids.
 
         Raises:
-            DataError: `n` is not an integer of at least 0.
+            DataError: `n` is not a non-negative integer.
         """
         return self._renumbered(repeat_positions(self.num_rows, n))
 
@@ -216,7 +216,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Rows keep their ids if all are distinct, else all rows get new ones. The plan is kept if all batches share it.
 
         Raises:
-            DataError: there is no batch, or a column is missing in one, or differs in kind or dtype.
+            DataError: `batches` is empty, or a column is missing from one of them or differs in kind or dtype.
         """
         if not batches:
             raise DataError("concat needs at least one batch")
@@ -348,7 +348,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return batch
 
     def _renumbered(self, index: np.ndarray) -> "BatchedDataDict":
-        """Return the rows at these positions with new ids, which belong to no shard, and no plan."""
+        """Return the rows at these positions without a plan and with new ids, which belong to no shard."""
         batch = BatchedDataDict(column_ops.select(self._columns, index), row_ids=np.arange(index.size))
         batch.reader, batch.has_explicit_ids = self.reader, False
         return batch
@@ -389,7 +389,7 @@ class MicrobatchView:
     Attributes:
         rows: the microbatch's rows; a dummy has none.
         layout: slots, positions and segment bounds of the rows' tokens, in row order.
-        is_dummy: takes part in forward and backward with zero weight, to keep ranks in lock step.
+        is_dummy: whether it takes part in the forward and backward pass with zero weight, to keep ranks in lock step.
         index: positions of `rows` in the shard, int64 [n].
     """
 

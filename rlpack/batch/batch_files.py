@@ -18,7 +18,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.safe_files import read_object
 
 _TENSORS, _LISTS = "tensors.safetensors", "lists.json"
-# Names of a ragged column's two tensors end in these; those of other tensors in the third.
+# Suffixes of tensor names: the first two for the two tensors of a ragged column, the third for any other tensor.
 _VALUES, _LENGTHS, _TENSOR = ":values", ":lengths", ":tensor"
 _ROW_IDS, _EXPLICIT = "row_ids", "explicit"
 
@@ -27,7 +27,7 @@ def write_batch(batch: BatchedDataDict, folder: Path) -> None:
     """Write a batch into a new folder.
 
     Args:
-        batch: with all of its columns in this process.
+        batch: the batch, with all of its columns in this process.
         folder: created; its parent exists.
 
     Raises:
@@ -70,7 +70,7 @@ def read_batch(folder: Path) -> BatchedDataDict:
     """Return the batch that `write_batch` wrote into `folder`.
 
     Raises:
-        DataError: a file is missing or is not one of `write_batch`.
+        DataError: a file is missing, or was not written by `write_batch`.
     """
     try:
         tensors = load_file(folder / _TENSORS)

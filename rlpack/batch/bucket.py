@@ -1,8 +1,8 @@
-"""A bucket of named weights in transit, with a header by which the receiver checks it.
+"""A bucket of named weights in transit, with a header that the receiver checks it against.
 
 Invariants (tests/unit/batch/test_bucket.py):
 
-1. the digest covers names, order, dtypes, shapes and bytes of all tensors: a change of any of them changes it;
+1. the digest covers names, order, dtypes, shapes and bytes of all tensors: changing any of these changes the digest;
 2. packing and unpacking share memory with what they are given.
 """
 
@@ -16,18 +16,19 @@ from torch import Tensor
 
 from rlpack.batch.serialization import from_array, to_array
 
-# Tensors by name: bits and name of the dtype. NumPy arrays are read in place from the object store.
+# The bits and the dtype's name of each tensor, by the tensor's name. NumPy arrays are read in place from the object
+# store.
 Arrays = dict[str, tuple[np.ndarray, str]]
 
 
 @dataclass(frozen=True)
 class BucketHeader:
-    """What a bucket is, as its sender states.
+    """The sender's description of a bucket.
 
     Attributes:
-        index: place in the update, from 0.
+        index: position in the update, from 0.
         count: number of buckets of the update.
-        version: number of the update, the policy version that it leads to; the first is 1.
+        version: number of the update, which is the policy version that it produces; the first is 1.
         digest: `digest` of the tensors, 16 bytes.
     """
 
@@ -58,32 +59,35 @@ def bucket_name(index: int, count: int, version: int) -> str:
 
 
 def pack_bucket(weights: Mapping[str, Tensor], *, index: int, count: int, version: int) -> Bucket:
-    """Return weights as they are sent; they share memory.
+    """Pack weights for sending; the bucket shares their memory.
 
     Args:
         weights: tensors by name.
-        index: place of the bucket in the update, from 0.
+        index: position of the bucket in the update, from 0.
         count: number of buckets of the update.
-        version: number of the update, the policy version that it leads to.
+        version: number of the update, which is the policy version that it produces.
     """
     arrays = {name: to_array(weight) for name, weight in weights.items()}
     return Bucket(BucketHeader(index, count, version, digest(arrays)), arrays)
 
 
 def unpack_bucket(bucket: Bucket) -> dict[str, Tensor]:
-    """Return the tensors of a bucket, unchecked, on the memory of its arrays: only read from them."""
+    """Return the tensors of a bucket, unchecked.
+
+    They share the memory of the bucket's arrays, so they must not be written to.
+    """
     return {name: from_array(array, dtype) for name, (array, dtype) in bucket.arrays.items()}
 
 
 def digest(arrays: Arrays) -> bytes:
     """Return the xxh3-128 digest of names, dtypes, shapes and bytes together, in the order of the mapping.
 
-    It finds accidents, not forgeries: xxh3 is no cryptographic hash. A random change goes unnoticed with
-    probability 2^-128.
+    It detects accidental corruption, not tampering: xxh3 is not a cryptographic hash. A random change goes unnoticed
+    with probability 2^-128.
     """
     hasher = xxhash.xxh3_128()
     for name, (array, dtype) in arrays.items():
-        # repr delimits itself: no two lists of names, dtypes and shapes are written alike.
+        # repr is unambiguous: no two lists of names, dtypes and shapes have the same representation.
         hasher.update(repr((name, dtype, array.dtype.str, array.shape)).encode())
         hasher.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return hasher.digest()

@@ -44,7 +44,7 @@ def distinct_ids(row_ids: Rows) -> np.ndarray:
 
 
 def lengths_of(column: Column) -> Tensor | None:
-    """Return the tokens per row of a (remote) ragged column, int64 [B]; else None."""
+    """Return the tokens per row of a (remote) ragged column, int64 [B]; None for other columns."""
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
@@ -61,7 +61,7 @@ class _TokenIndex(NamedTuple):
     tokens: Tensor  # int64 [T]
 
     def fits(self, source_lengths: Tensor, lengths: Tensor) -> bool:
-        """Return whether the index is that of a gather between these lengths."""
+        """Return whether the index was built for a gather between these lengths."""
         if self.source_lengths.device != lengths.device:
             return False
         return torch.equal(self.source_lengths, source_lengths) and torch.equal(self.lengths, lengths)

@@ -36,7 +36,7 @@ def new_values(like: Tensor, count: int) -> Tensor:
 
 
 def copy_runs(source: Tensor, target: Tensor, starts: Tensor, target_starts: Tensor, lengths: Tensor) -> None:
-    """Copy runs of one tensor, as `copy_from` copies those of several."""
+    """Copy runs of a single tensor; see `copy_from`."""
     copy_from([source], target, torch.zeros_like(starts), starts, target_starts, lengths)
 
 
@@ -88,7 +88,7 @@ def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None
 def _bytes(values: Tensor) -> np.ndarray:
     """Return the memory of a tensor as uint8, copied if it is not contiguous."""
     dense = values.resolve_conj().resolve_neg().contiguous()
-    # A tensor of one entry counts as contiguous whatever its stride, which contiguous() leaves as it is.
+    # A single-entry tensor counts as contiguous whatever its stride, and contiguous() keeps that stride.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 

@@ -1,7 +1,7 @@
 """Split batches into payloads for the object store and a small stub for the driver.
 
-Columns whose rows have no bounded size are offloaded: ragged columns, tensors [B, k, ...] and lists. Tensors [B] and
-the lists of short names in `rlpack.batch.fields` stay in the stub.
+Columns whose rows can be arbitrarily large are offloaded: ragged columns, tensors [B, k, ...] and lists. Tensors [B]
+and the lists of short names in `rlpack.batch.fields` stay in the stub.
 """
 
 import pickle
@@ -71,7 +71,7 @@ def offload(batch: BatchedDataDict) -> tuple[OffloadedBatch, list[Payload]]:
 
 
 def offload_size(batch: BatchedDataDict) -> int:
-    """Return the bytes of a batch's payloads."""
+    """Return the size of a batch's payloads in bytes."""
     return sum(_size(payload) for payload in _payloads(batch))
 
 
@@ -98,7 +98,7 @@ def _as_ragged(column: Any) -> Ragged | None:
 
 
 def _size(payload: Payload) -> int:
-    """Return the bytes of a payload in a store."""
+    """Return the size of a payload in the store, in bytes."""
     size = 0
     for name, column in payload.items():
         if isinstance(column, Ragged):

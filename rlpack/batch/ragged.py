@@ -71,7 +71,7 @@ def repeat_positions(num_rows: int, n: int) -> np.ndarray:
     array([0, 0, 0, 1, 1, 1])
 
     Raises:
-        DataError: `n` is not an integer of at least 0.
+        DataError: `n` is not a non-negative integer.
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
         raise DataError(f"n is {n!r}; it must be an integer of at least 0")
@@ -244,7 +244,7 @@ class Ragged:
         tensor([1, 2, 1, 2, 3, 3])
 
         Raises:
-            DataError: `n` is not an integer of at least 0.
+            DataError: `n` is not a non-negative integer.
         """
         return self.select(repeat_positions(self.num_rows, n))
 
@@ -268,7 +268,7 @@ class Ragged:
         tensor([1, 3, 0, 0])
 
         Raises:
-            DataError: lengths are not B integers of at least 0.
+            DataError: lengths are not B non-negative integers.
         """
         _check_integers(lengths)
         if lengths.shape != self.lengths.shape:

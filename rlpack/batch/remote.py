@@ -38,8 +38,8 @@ class RemoteColumn:
         names: the column's name in each payload.
         source: position of the row's payload in `handles`, int32 [B]; -1 for a row of zeros (None in a list).
         stored_row: the row's position in its payload, int64 [B].
-        read_lengths: leading tokens to read of each row, int64 [B], followed by zeros up to its length. Zeros for a
-            list, ones for a tensor.
+        read_lengths: number of leading tokens to read from each row, int64 [B], followed by zeros up to its length.
+            Zeros for a list, ones for a tensor.
         lengths: tokens of each row, int64 [B]; None for a list and for a tensor.
         empty: the column without rows: its kind, dtype and shape.
     """

@@ -21,7 +21,7 @@ Spec = Batching | Mapping[str, Any]
 
 
 def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | None) -> Batching | None:
-    """Return the batching of two arguments, at most one of which may be set.
+    """Return the batching that one of the two arguments requests; at most one may be set.
 
     >>> exclusive_batching({"max_tokens": 64}, None).mode
     'packed'
@@ -79,19 +79,19 @@ def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
     """Return the layout of a microbatch of `length` slots.
 
     A microbatch without rows is a dummy: its layout is as small as possible, whatever length the plan gave it. If the
-    owner of a shared prompt isn't there, the row that shares most of it takes its place.
+    owner of a shared prompt is not among `rows`, the row that shares most of the prompt takes its place.
 
     Args:
-        plan: of the rank.
-        rows: those of the plan's rows that are there, in order, int64 [n].
-        length: slots of the microbatch.
+        plan: the rank's plan.
+        rows: the plan's rows that are present, in order, int64 [n].
+        length: number of slots of the microbatch.
     """
     batching, lengths = plan.batching, plan.lengths[rows]
     if not lengths.size:
         length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
     if plan.shared[rows].any():
         prefixes = np.where(plan.owners[rows] == rows, lengths, plan.shared[rows])
-        # Of those that are there, the row with most of the prompt holds it for the others, so all of them fit.
+        # The present row with most of the prompt stores it for the others, so the prompts of all of them fit in it.
         order = np.argsort(-prefixes, kind="stable")
         owners = np.empty_like(order)
         owners[order] = order[owners_of(plan.owners[rows][order])]
@@ -156,7 +156,7 @@ def restored_positions(
 def pad_truncated(
     columns: Mapping[str, Column], plan: MicrobatchPlan, positions: np.ndarray, counts: Tensor
 ) -> dict[str, Column]:
-    """Return the columns, with those of the plan's lengths zero-padded to `counts` tokens, int64 [B].
+    """Return the columns; those with the plan's lengths are zero-padded to `counts` tokens, int64 [B].
 
     A column has the plan's lengths if each row at `positions` is exactly as long as in the plan.
     """

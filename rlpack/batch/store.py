@@ -18,7 +18,7 @@ class Lease(Protocol):
     """
 
     def __enter__(self) -> Self:
-        """Put all payloads that are stored from here on under this lease."""
+        """Make this the current lease: it holds all payloads that are stored from now on."""
         ...
 
     def __exit__(
@@ -28,11 +28,11 @@ class Lease(Protocol):
         ...
 
     def run(self, function: Callable[[], R]) -> R:
-        """Return the result of a function, and hold what it stores beyond its end, until the lease is released."""
+        """Call a function, return its result, and hold the payloads that it stores until the lease is released."""
         ...
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Declare that this thread waits in the block for what others store under this lease."""
+        """Declare that, inside the block, this thread waits for payloads that others store under this lease."""
         ...
 
     def hold(self, batch: BatchedDataDict) -> None:
@@ -40,7 +40,7 @@ class Lease(Protocol):
         ...
 
     def release(self) -> None:
-        """Give up all payloads; those that no other lease holds are freed. Releasing again does nothing."""
+        """Release all payloads, freeing those that no other lease holds; releasing twice has no effect."""
         ...
 
 
@@ -49,11 +49,11 @@ class Store(Protocol):
 
     @property
     def budget(self) -> float:
-        """Return the most bytes that may be stored at once."""
+        """Return the maximum number of bytes that may be stored at once."""
         ...
 
     def spare(self, node: str) -> float:
-        """Return the bytes that payloads other than those of batches may take on a node."""
+        """Return the number of bytes on a node that are available to payloads other than batches."""
         ...
 
     def lease(self, name: str) -> Lease:
@@ -61,7 +61,7 @@ class Store(Protocol):
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Declare that this thread waits for all others in the block, and releases no lease."""
+        """Declare that, inside the block, this thread waits for all others and releases no lease."""
         ...
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
@@ -73,7 +73,7 @@ class Store(Protocol):
         ...
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes under leases at once since the last call."""
+        """Return the peak number of bytes held by leases since the last call."""
         ...
 
 

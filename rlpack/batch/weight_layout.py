@@ -1,4 +1,4 @@
-"""What weights in transit are: names, shapes and dtypes by bucket, and the form in which a receiver takes them."""
+"""The layout of weights in transit: names, shapes and dtypes by bucket, and the form that a receiver expects."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,7 +8,7 @@ import torch
 
 
 class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one weight on its way."""
+    """Name, shape and dtype of one weight in transit."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,11 +21,11 @@ class TensorSpec(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """The form in which a receiver takes the weights of a model.
+    """The form in which a receiver expects the weights of a model.
 
     Attributes:
-        dtype: of floating-point weights; None keeps each weight's dtype.
-        adapters_only: whether it takes only the matrices of adapters, because it already has the base weights.
+        dtype: dtype of floating-point weights; None keeps each weight's own.
+        adapters_only: whether it expects only adapter matrices, because it already has the base weights.
     """
 
     dtype: torch.dtype | None = None
