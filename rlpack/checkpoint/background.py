@@ -40,8 +40,8 @@ class BackgroundSaver:
         """Copy the state and start to write it into a new directory; a collective.
 
         Args:
-            model: as of `save_training_state`.
-            optimizer: as of `save_training_state`.
+            model: see `save_training_state`.
+            optimizer: see `save_training_state`.
             folder: new directory.
             timeout_s: timeout of the gloo group, in seconds; set by the first save.
         """

@@ -4,7 +4,7 @@
         flush files and directories
     <root>/step-<N>/                renamed from the above
     <root>/step-<N>/COMMITTED       SHA-256 of the manifest, flushed; from now on the checkpoint is valid
-    <root>/latest                   a hint for people, replaced by rename; loading ignores it
+    <root>/latest                   a hint for humans, replaced by rename; loading ignores it
         prune
 
 Invariants (tests/unit/checkpoint):
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # 2: the state identifies the prompts that the run started with. 3: it has the hashes of the reference's weights, and
 # the manifest has the version of rlpack. 4: it may hold a batch that was drawn ahead. 5: it may hold
-# several, drawn or not. A field that a reader needs, in any of the files, is a new format.
+# several, drawn or not. Adding a field that readers need, to any of the files, requires a new format.
 FORMAT = 5
 STATE, HINT = "state.json", "latest"
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
@@ -92,7 +92,7 @@ class Staging:
         document = state | version
         (self.path / STATE).write_text(strict_json(document), encoding="utf-8")
         target = self.root / f"step-{self.step}"
-        # A checkpoint that is put aside is damaged; new_checkpoint refuses to replace any other.
+        # Only a damaged checkpoint is moved aside; new_checkpoint refuses to replace any other.
         aside = self.root / f".replaced-{self.step}-{secrets.token_hex(4)}"
         manifest = publish_folder(self.path, target, version, aside=aside)
         self.committed = target
@@ -199,8 +199,8 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 def newest_state(root: Path) -> dict[str, Any] | None:
     """Return the state of the newest checkpoint whose state is valid, None if there is none.
 
-    Its other files are not verified, which takes long for a large model; resuming starts with `newest`, which also says
-    why checkpoints are skipped.
+    The other files are not verified, because that takes long for a large model. Resuming starts with `newest`, which
+    also says why checkpoints are skipped.
 
     Raises:
         CheckpointError: another version of rlpack wrote it.
@@ -318,7 +318,7 @@ def _check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _release(version: str) -> list[int]:
-    """Return the numbers of a version.
+    """Return the first three numbers of a version.
 
     >>> _release("0.10.1") > _release("0.9.2")
     True
@@ -343,7 +343,7 @@ def _files_fault(folder: Path, manifest: Mapping[str, Any], only: str | None) ->
 
 
 def _state_fault(folder: Path) -> str | None:
-    """Return why the state can't be read although it is as it was written, or None."""
+    """Return why the state can't be used although its hash matches, or None."""
     try:
         state = read_object(folder / STATE)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Write a model folder atomically: under its name, there is a complete folder or none.
+"""Write a model folder atomically: under its final name, it is complete or doesn't exist.
 
     <parent>/.tmp-<name>-<nonce>/    ranks write the model here
         hash all files into manifest.json, and flush files and directories
@@ -7,8 +7,8 @@
     <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed
 
 Invariants (tests/unit/checkpoint/test_model_folder.py):
-1. If writing fails, the earlier folder is unchanged. After a kill between the two renames, the next writer gives it
-   its name back first.
+1. If writing fails, the earlier folder is unchanged. After a kill between the two renames, the next writer first
+   restores its name.
 2. A folder with a marker has all files that its manifest lists.
 """
 
@@ -51,7 +51,7 @@ def new_model_folder(target: Path) -> Iterator[Path]:
 
 
 def _restore(target: Path) -> None:
-    """Give a folder that was put aside its name back, if nothing took its place."""
+    """Restore the name of a folder that was moved aside, unless another one has taken it."""
     aside = sorted(target.parent.glob(f".replaced-{target.name}-*"), key=lambda folder: folder.stat().st_mtime)
     if aside and not target.exists():
         aside[-1].rename(target)

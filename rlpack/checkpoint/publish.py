@@ -1,4 +1,4 @@
-"""Publish a folder: it gets its name only once it is complete, and a marker that later changes contradict."""
+"""Publish a folder under its final name once it is complete, with a marker that reveals later changes."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
         staging: the complete folder, on the file system of `target`.
         target: its name from now on.
         header: entries of the manifest besides `files`, as JSON values.
-        aside: the name that an earlier folder at `target` gets. If renaming `staging` fails, it gets its own back.
+        aside: the name that an earlier folder at `target` is moved to. If renaming `staging` fails, it is moved back.
 
     Returns:
         The manifest.
@@ -51,5 +51,5 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
 
 
 def strict_json(value: Mapping[str, Any]) -> str:
-    """Return strict JSON; a value that JSON can't represent is a bug of the caller."""
+    """Return strict JSON; a value that JSON can't represent is a bug in the caller."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"

@@ -1,11 +1,11 @@
-"""Reading torch's distributed checkpoint format (DCP) without running code from it.
+"""Read torch's distributed checkpoint format (DCP) without running code from it.
 
 The format's index, `.metadata`, is a pickle, and so are values that aren't tensors. A run directory may come from an
 unknown source, with matching hashes.
 
 Invariants (tests/unit/checkpoint/test_restricted.py):
 
-1. Of the index, only the classes in `_ALLOWED` are built: those that DCP writes for tensors and values.
+1. Only the classes in `_ALLOWED`, which DCP writes for tensors and values, are instantiated from the index.
 2. Tensors and other values are read with `weights_only=True`.
 3. The index names only files in the same folder.
 4. Anything else is a `CheckpointError` that names the class and the file.
@@ -36,13 +36,13 @@ _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),  # looks a name up in a table of layouts
     *(("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
-    # The folder that was written to.
+    # The type of the folder's path, which the index contains.
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Builds the classes of a DCP index and no others."""
+    """Unpickles a DCP index, allowing only the classes that DCP writes."""
 
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
@@ -52,7 +52,7 @@ class _IndexUnpickler(pickle.Unpickler):
         """Return a class of the index.
 
         Raises:
-            CheckpointError: the index has no use for it.
+            CheckpointError: an index doesn't need this class.
         """
         if (module_name, global_name) not in _ALLOWED:
             raise _foreign(self._path, f"{module_name}.{global_name}")
@@ -64,7 +64,7 @@ class _IndexUnpickler(pickle.Unpickler):
 class RestrictedReader(FileSystemReader):
     """Reads the files of one folder.
 
-    The index is read at once: DCP would read it inside its own error handling, and then try another file.
+    The constructor reads the index, because DCP would read it inside its own error handling and then try another file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _named(error: pickle.UnpicklingError) -> str:
-    """Return the class that torch refused, or else its reason."""
+    """Return the class that torch refused to load, or the reason that it gave."""
     match = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"WeightsUnpickler error: (.+)", str(error))
     return match[1] if match else repr(error)
 

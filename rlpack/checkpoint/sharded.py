@@ -1,7 +1,7 @@
 """Weights and optimizer state in torch's distributed checkpoint format: each rank writes and reads its own part.
 
 The files are part of a checkpoint of `rlpack.checkpoint.commit`, which hashes them at commit and verifies the hashes
-before this module opens them. Hashes don't protect from a folder that someone made on purpose, so files are read by
+before this module opens them. Hashes don't protect against a maliciously crafted folder, so files are read by
 `rlpack.checkpoint.restricted`, which runs no code from them.
 """
 
@@ -64,14 +64,14 @@ def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights alone that `save_training_state` wrote on any number of ranks, in this process; no collective.
+    """Load only the weights that `save_training_state` wrote on any number of ranks; not a collective.
 
     Args:
-        model: not sharded.
-        folder: of the role in a checkpoint.
+        model: the model, not sharded.
+        folder: the role's folder in a checkpoint.
 
     Raises:
-        CheckpointError: as `load_training_state`.
+        CheckpointError: see `load_training_state`.
     """
     reader = RestrictedReader(folder)
     weights = get_model_state_dict(model)
