@@ -188,7 +188,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _hub(source: str, split: str) -> Iterator[Row]:
-    """Yield the rows of a folder or a dataset on the Hub, by `datasets.load_dataset`."""
+    """Yield the rows of a folder or a dataset on the Hub, using `datasets.load_dataset`."""
     import datasets
 
     check_hub(source)
@@ -204,7 +204,7 @@ def _hub(source: str, split: str) -> Iterator[Row]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error of `datasets` on one line; general ones name nothing, but their causes do."""
+    """Return the text of a `datasets` error on one line: for a generic error, that of its cause."""
     is_general = str(error).startswith("An error occurred while generating the dataset")
     cause = (error.__cause__ or error) if is_general else error
     text = " ".join(str(cause).split()) or type(cause).__name__

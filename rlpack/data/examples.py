@@ -8,11 +8,11 @@ from rlpack.batch.errors import DataError
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
-# Of a tokenizer that is built from the data: padding, end of sequence, unknown.
+# Special tokens of a tokenizer that is built from the data: padding, end of sequence, unknown.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-# Characters that Unicode normalization makes one of, in any script.
+# The most characters that Unicode normalization merges into one, in any script.
 _MERGED_CHARACTERS = 4
-# Tokenizing as many takes milliseconds, and then the number of tokens is known.
+# Tokenizing this many characters takes milliseconds and gives the exact number of tokens.
 _QUICK_CHARACTERS = 50_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -85,7 +85,7 @@ def prompt_text(example: Example) -> str:
 
 
 def conversation(prompt: Prompt) -> str:
-    """Return a prompt as text without a chat template, a line for each message.
+    """Return a prompt as text without a chat template, one line per message.
 
     >>> print(conversation([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]))
     system: Add.
@@ -116,9 +116,9 @@ def overlong_demonstration_error(
 
     Args:
         example: the prompt.
-        num_tokens: of both.
+        num_tokens: tokens of prompt and demonstration together.
         max_tokens: the token budget of a microbatch.
-        section: with the budget.
+        section: the section with the budget.
         cp: overrides of `actor.parallel.cp` with which it would fit; None if there are none.
     """
     shared = "" if cp is None else f"share it among ranks by {cp}, "
@@ -131,13 +131,13 @@ def overlong_demonstration_error(
 def check_demonstration_length(
     example: Example, max_tokens: int, longest_token: int, section: str = "batching"
 ) -> None:
-    """Raise on a demonstration that has more than `max_tokens` tokens, whatever they are.
+    """Raise if a demonstration has more than `max_tokens` tokens with any tokenizer.
 
     Args:
-        example: with a demonstration.
+        example: an example with a demonstration.
         max_tokens: the token budget.
-        longest_token: as of `check_length`.
-        section: with the budget, for the message.
+        longest_token: see `check_length`.
+        section: the section with the budget, for the message.
 
     Raises:
         DataError: names the prompt, the demonstration's length and the keys.
@@ -164,15 +164,15 @@ def characters(examples: Iterable[Example]) -> str:
 
 
 def check_length(example: Example, name: str, max_tokens: int, longest_token: int) -> None:
-    """Raise on a prompt that has more than `max_tokens` tokens, whatever they are.
+    """Raise if a prompt has more than `max_tokens` tokens with any tokenizer.
 
-    A prompt of megabytes takes a tokenizer minutes, and is found by its characters at once.
+    Tokenizing a prompt of several megabytes takes minutes; counting its characters is immediate.
 
     Args:
         example: the prompt.
-        name: of the dataset, for messages.
+        name: name of the dataset, for messages.
         max_tokens: maximum length of a prompt.
-        longest_token: characters of the vocabulary's longest token.
+        longest_token: number of characters of the vocabulary's longest token.
 
     Raises:
         DataError: names the prompt, its length and the keys.
@@ -185,10 +185,11 @@ def check_length(example: Example, name: str, max_tokens: int, longest_token: in
 
 
 def fewest_tokens(example: Example, max_tokens: int, longest_token: int) -> int:
-    """Return how many tokens a prompt has at least, judged by its characters; 0 if it may have up to `max_tokens`.
+    """Return a lower bound on a prompt's tokens from its characters; 0 if it may have at most `max_tokens`.
 
-    A tokenizer may drop whitespace and merge a few characters into one, so these count less, except if every token is a
-    character. Of a conversation only the last message counts, because a chat template may leave out earlier ones.
+    A tokenizer may drop whitespace and merge a few characters into one, so these count less, unless every token is a
+    single character. Of a conversation only the last message counts, because a chat template may leave out earlier
+    ones.
 
     >>> fewest_tokens(Example("0", "word " * 100_000), max_tokens=8, longest_token=10)
     10000

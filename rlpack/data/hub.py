@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-# With the time that the command takes to start, an error comes within ten seconds.
+# Including the time that the command takes to start, an error is reported within ten seconds.
 DEADLINE_S = 6.0
 _KEEP_S = 60.0
 
@@ -27,7 +27,7 @@ class Repository(NamedTuple):
 
 
 class _Question:
-    """A request to the Hub, made in a thread, because a name server may take longer than any time-out of the client."""
+    """A request to the Hub, made in a thread, because a DNS lookup may outlast all of the client's timeouts."""
 
     def __init__(self, repository: Repository) -> None:
         self.asked = time.monotonic()
@@ -37,7 +37,7 @@ class _Question:
         self._thread.start()
 
     def problem(self) -> str:
-        """Return why the Hub doesn't confirm the repository, at the latest `DEADLINE_S` after the question."""
+        """Return why the Hub doesn't confirm the repository, at the latest `DEADLINE_S` after asking."""
         self._thread.join(timeout=max(0.0, self.asked + DEADLINE_S - time.monotonic()))
         if self._thread.is_alive():
             return f"no answer in {DEADLINE_S:g} s"

@@ -14,7 +14,7 @@ _WORD = 1 << 64
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Return the row order of an epoch: `row_order`, read-only and kept for the next step."""
+    """Return the row order of an epoch: `row_order`, read-only and cached for the next step."""
     order = row_order(seed, epoch, size)
     order.flags.writeable = False
     return order
@@ -33,7 +33,9 @@ def row_order(seed: int, number: int, size: int) -> np.ndarray:
 
 
 def sampled_rows(seed: int, size: int, fraction: float) -> np.ndarray:
-    """Return the rows of a share of a dataset, ascending int64, at least one; a larger share holds a smaller one's.
+    """Return the rows of a fraction of a dataset, ascending int64, at least one.
+
+    The rows of a smaller fraction are a subset of those of a larger one.
 
     >>> smaller, larger = sampled_rows(1, 10, 0.3), sampled_rows(1, 10, 0.5)
     >>> smaller.size, set(smaller) < set(larger), sampled_rows(1, 10, 1.0).tolist() == list(range(10))

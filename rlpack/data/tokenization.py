@@ -21,7 +21,7 @@ PAD, EOS, UNKNOWN = SPECIAL_TOKENS
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     r"""Return a tokenizer with one token for each character of `alphabet`, after `<pad>`, `<eos>` and `<unk>`.
 
-    The tokenizer is saved and loaded like any other of transformers.
+    The tokenizer is saved and loaded like any other transformers tokenizer.
 
     >>> tokenizer = character_tokenizer("ab\n")
     >>> tokenizer.encode("ba\n"), tokenizer.decode([4, 3, 5]), tokenizer.eos_token_id
@@ -49,8 +49,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def holds_character_tokenizer(folder: Path) -> bool:
     """Return whether a folder holds a saved `character_tokenizer`.
 
-    For some types of models, such as qwen2, transformers' AutoTokenizer replaces the class of any tokenizer by that of
-    the type, which drops spaces and unknown characters; PreTrainedTokenizerFast loads what was saved.
+    For some types of models, such as qwen2, transformers' AutoTokenizer replaces any tokenizer's class with that of the
+    model type, which drops spaces and unknown characters; PreTrainedTokenizerFast loads what was saved.
     """
     try:
         saved = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the characters of the vocabulary's longest token, special ones aside."""
+    """Return the number of characters of the vocabulary's longest token, special tokens aside."""
     special = set(tokenizer.all_special_tokens)
     return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
 
@@ -211,7 +211,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: 
     """Return the conversation rendered by the chat template."""
     try:
         rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it may also divide by 0, or not be a text
+    except Exception as error:  # a template is a program: it may divide by 0, for example, or not even be a string
         reason = str(error) or type(error).__name__
         raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {reason}") from error
     return rendered
