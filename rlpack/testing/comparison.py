@@ -19,8 +19,8 @@ def difference(one: BatchedDataDict, other: BatchedDataDict, *, tolerance: float
     "'rewards' of row 1 is 1.0 and 2.0"
 
     Args:
-        one: the first.
-        other: the second, its rows in the same order.
+        one: the first batch.
+        other: the second batch, with its rows in the same order.
         tolerance: absolute and relative tolerance of floats; NaN equals NaN.
     """
     if one.num_rows != other.num_rows:

@@ -1,8 +1,8 @@
-"""Contracts of a role, by which no plan, number of ranks or order of rows changes its results; checked in-process.
+"""Contracts that make a role's results independent of plans, the number of ranks and the order of rows.
 
-The contracts, in the order in which they are checked:
+They are checked in this process, in this order:
 
-1. dispatch: the method is under `@sharded()`, and its rows come back;
+1. dispatch: the method is decorated with `@sharded()` and returns rows;
 2. build: `from_settings` makes the role from configuration, tokenizer and arguments;
 3. returns: every row comes back once, under its id, with the declared columns, which can be pickled; the shard is
    unchanged;
@@ -11,7 +11,7 @@ The contracts, in the order in which they are checked:
 6. order: rows given in another order come back in that order, each with its own result;
 7. sizes: in batches of 0, 1 and prime numbers of rows, each row gets the result that it got in the whole batch;
 8. batching: packed, dynamic and fixed microbatches give the same results;
-9. ranks: so does any number of ranks, also with more ranks than rows.
+9. ranks: so does any number of ranks, even if there are more ranks than rows.
 
 tests/unit/testing has a role that breaks each of them.
 """
@@ -57,15 +57,15 @@ def check_role(
 ) -> None:
     """Check that a role keeps its contracts, in this process and without Ray.
 
-    Call it from a test: `check_role(BrevityWorker, arguments={"n": 3})`. A role whose ranks talk to each other
-    (`torch.distributed`) needs their processes: check it by `check_role_on_ray`, and here with `ranks=(1,)`.
+    Call it from a test: `check_role(BrevityWorker, arguments={"n": 3})`. A role whose ranks communicate
+    (`torch.distributed`) needs a process per rank: check it with `check_role_on_ray`, and here only with `ranks=(1,)`.
 
     Args:
         kind: the role's class.
         method: a sharded method that returns rows; None for `score`, for which more is checked.
         arguments: of the role's section, `roles.<name>.arguments`.
-        config: what `from_settings` gets; None for the defaults.
-        tokenizer: what `from_settings` gets; None for one that reads `sample_batch`.
+        config: passed to `from_settings`; None for the defaults.
+        tokenizer: passed to `from_settings`; None for one that can encode `sample_batch`.
         batch: rows to call the method on, preferably more than 6; None for `sample_batch()`.
         ranks: numbers of ranks to try.
         tolerance: absolute and relative tolerance of floats.
@@ -92,12 +92,12 @@ class RoleUnderTest:
     """A role's class, and how its objects are built.
 
     Attributes:
-        name: of the class, for messages.
+        name: name of the class, for messages.
         kind: the class.
         method: the sharded method that is called.
-        build: makes the object of one rank.
+        build: builds the object of one rank.
         tolerance: see `check_role`.
-        built: ranks for reuse, by their number, because building a role may take long.
+        built: the ranks built so far, by number of ranks; reused because building a role may take long.
     """
 
     name: str
@@ -145,7 +145,7 @@ class RoleUnderTest:
     def run(
         self, batch: BatchedDataDict, contract: str, remedy: str, group: WorkerGroup[Any] | None = None
     ) -> BatchedDataDict:
-        """Return the result for a batch; an error breaks `contract`.
+        """Return the result for a batch; an error counts as a breach of `contract`.
 
         The role runs on one rank unless a group is given.
         """
@@ -194,7 +194,7 @@ def check_dispatch(kind: type[Any], method: Callable[..., Any] | None) -> Callab
 
 @contextmanager
 def broken(contract: str, remedy: str) -> Iterator[None]:
-    """Translate an error of the role into the contract that it breaks."""
+    """Translate an error of the role into a `ContractError` for `contract`."""
     try:
         yield
     except (RoleError, DataError) as error:

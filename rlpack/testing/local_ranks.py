@@ -42,7 +42,7 @@ class LocalRanks:
 
     @property
     def num_starts(self) -> int:
-        """Return 1: objects of this process are never started again."""
+        """Return 1: objects of this process are never restarted."""
         return 1
 
     @property
@@ -113,7 +113,7 @@ class LocalRanks:
         return Pending(lambda: [function(*args) for _ in self._workers])
 
     def _on(self, rank: int, call: Call, args: tuple[Any, ...], check: Callable[[Any, str], Any]) -> Any:
-        """Run a call on one rank, and see that its result passes `check`."""
+        """Run a call on one rank, and return its result once it passes `check`."""
         role, method = call.role, call.method
         pickled = pickle.dumps(args)
         received = pickle.loads(pickled)

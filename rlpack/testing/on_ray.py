@@ -3,7 +3,7 @@
 The contracts, after those of `rlpack.testing.contracts`:
 
 10. processes: ranks import and build the role, answer by the deadline, and agree whatever the order of rows;
-11. death: once a rank's process is killed, the next call ends by one error that names the rank, within 10 s;
+11. death: once a rank's process is killed, the next call ends within 10 s with one error that names the rank;
 12. leaving: 10 s after the run, no process that a rank started is left, even though one rank died.
 """
 
@@ -33,7 +33,7 @@ from rlpack.testing.samples import sample_batch, sample_tokenizer
 
 _NOTICED_S = 10.0
 _LEFT_S = 10.0
-# An environment variable that every process of a check inherits.
+# Name of an environment variable that every process of a check inherits.
 _MARK = "RLPACK_ROLE_CHECK"
 _ANSWER = "return from every call by the deadline, and let what goes wrong be an exception, never an exit or a wait"
 
@@ -49,9 +49,9 @@ def check_role_on_ray(
     ranks: int = 2,
     deadline_s: float = 120.0,
 ) -> None:
-    """Check that a role runs, and dies, on real ranks.
+    """Check that a role runs on real ranks, and that a rank's death is handled.
 
-    The death of a rank has to be noticed and leave nothing behind.
+    The death of a rank has to be noticed, and no process may be left behind.
 
     It starts Ray on this machine, on CPUs, and kills the last rank; this takes about 20 seconds.
 
@@ -63,7 +63,7 @@ def check_role_on_ray(
         tokenizer: for `from_settings`; None for that of `sample_batch`.
         batch: rows to call the method on; None for `sample_batch()`.
         ranks: number of ranks.
-        deadline_s: of the start, and of a call.
+        deadline_s: deadline of the start and of each call, in seconds.
 
     Raises:
         ContractError: names the broken contract, the symptom and the fix.
@@ -84,7 +84,7 @@ def check_role_on_ray(
             with Cluster(placement) as cluster:
                 with broken("processes", "build the role on any rank, from the arguments of from_settings"):
                     groups = start_roles(cluster, settings, [role.name], (settings, tokenizer or sample_tokenizer()))
-                groups[role.name].ranks.is_restartable = False  # what happens first has to be seen
+                groups[role.name].ranks.is_restartable = False  # report the first failure, don't restart
                 _check_calls(role, cluster, groups[role.name], sample)
                 _check_death(role, groups[role.name], sample)
         finally:
@@ -142,7 +142,7 @@ def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDat
 
 @contextmanager
 def _marked() -> Iterator[str]:
-    """Mark the processes that start inside."""
+    """Mark the processes that are started inside the block."""
     mark = os.environ[_MARK] = secrets.token_hex(8)
     try:
         yield mark

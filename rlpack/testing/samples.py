@@ -13,7 +13,7 @@ _LONGEST = 24
 
 
 def sample_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token a character, for the texts of `sample_batch`."""
+    """Return a tokenizer with one token per character, for the texts of `sample_batch`."""
     return character_tokenizer(_ALPHABET)
 
 
@@ -30,7 +30,7 @@ def sample_batch(num_rows: int = 13, *, seed: int = 0) -> BatchedDataDict:
 
     Args:
         num_rows: number of rows (B).
-        seed: of the texts.
+        seed: seed of the texts.
     """
     generator = np.random.default_rng(seed)
     letters, tokenizer = np.array(list(_ALPHABET)), sample_tokenizer()
