@@ -1,8 +1,9 @@
 """Run the command line as `python -m rlpack`.
 
-Python then searches the working directory first. Its files must not replace installed packages, so it is removed from
-the path. If Python has imported one of them by now in place of a standard module, it starts again without it (`-P`). A
-file named `types.py` and the like ends Python before this module is reached.
+Run this way, Python searches the working directory first. Files there must not shadow installed packages, so the
+directory is moved to the end of the path. If such a file has already been imported in place of a standard module,
+Python is started again without the directory (`-P`). Some files, such as `types.py`, make Python exit before it reaches
+this module.
 """
 
 import os

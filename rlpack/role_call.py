@@ -1,4 +1,4 @@
-"""When the call of a role began that this thread runs, for deadlines of what it does.
+"""The start time of the role call that the current thread runs, for deadlines within the call.
 
 >>> with role_call():
 ...     began = call_began()
@@ -21,7 +21,7 @@ _THREAD = _Thread()
 
 @contextmanager
 def role_call() -> Iterator[None]:
-    """Note that a call of a role begins, and ends with the block."""
+    """Mark the block as a role call that begins now."""
     _THREAD.began = time.monotonic()
     try:
         yield
@@ -30,11 +30,11 @@ def role_call() -> Iterator[None]:
 
 
 def call_began() -> float | None:
-    """Return `time.monotonic()` at the beginning of the thread's call; None outside of one."""
+    """Return the `time.monotonic()` time at which the thread's call began; None outside of a call."""
     return _THREAD.began
 
 
 def restart_call_clock() -> None:
-    """Let what follows in the thread's call have as much time as the whole call."""
+    """Restart the clock of the thread's call, so that the rest of it gets the full time."""
     if _THREAD.began is not None:
         _THREAD.began = time.monotonic()

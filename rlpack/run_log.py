@@ -1,9 +1,9 @@
 """`run.log`: what the driver and the ranks of a run log: time, process, level, text, and the tracebacks of failures.
 
-Every process of the driver's node appends whole records to the same file, each by one write, so records don't mix.
-Ranks on another node write `run-<its address>.log`: on network file systems, writers on different machines overwrite
-each other's records. What the driver logs before the run directory exists is kept in memory until then. The console
-shows less (`rlpack.cli.quiet_console`).
+Every process of the driver's node appends whole records to the same file, each with a single write, so records don't
+mix. Ranks on another node write `run-<its address>.log`: on network file systems, writers on different machines
+overwrite each other's records. What the driver logs before the run directory exists is kept in memory until then. The
+console shows less (`rlpack.cli.quiet_console`).
 """
 
 import logging
@@ -59,12 +59,12 @@ class RunLog(logging.Handler):
             self._write(self._early.popleft())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append a record; a log that can't be written fails no run."""
+        """Append a record; a log that can't be written doesn't fail the run."""
         with suppress(Exception):
             self._write(self.format(record) + "\n")
 
     def record(self, level: str, text: str, name: str = _PACKAGE) -> None:
-        """Append a text that no logger has."""
+        """Append a text that doesn't come from a logger."""
         self.handle(logging.makeLogRecord({"name": name, "levelname": level, "msg": "%s", "args": (text,)}))
 
     def record_failure(self, error: BaseException) -> None:
@@ -83,13 +83,13 @@ class RunLog(logging.Handler):
             os.close(descriptor)
 
     def places(self) -> str:
-        """Return where the logs are, for the end of an error; empty if there are none."""
+        """Describe where the logs are, for the end of an error message; empty if there are none."""
         named = [f"log: {self.path}"] if self.path is not None and self.path.exists() else []
         named += [] if self.ray_logs is None else [f"Ray's logs: {self.ray_logs}"]
         return "; ".join(named)
 
     def _write(self, text: str) -> None:
-        """Append by one call to the kernel, or keep the text until the file is open."""
+        """Append with a single system call, or keep the text until the file is open."""
         if self._descriptor is None:
             self._early.append(text)
         else:
@@ -131,7 +131,7 @@ def log_of_node(path: Path, address: str) -> Path:
 
 
 def is_log_of_node(path: Path) -> bool:
-    """Return whether a file is named as `log_of_node` names a run's.
+    """Return whether a file's name has the form that `log_of_node` produces.
 
     >>> [is_log_of_node(Path(name)) for name in ("run-10.0.0.2.log", "run-fd00--2.log", "run-1.log", "run.log")]
     [True, True, False, False]
@@ -153,9 +153,9 @@ def current_log() -> RunLog | None:
 
 
 def _attach(log: RunLog) -> Callable[[], None]:
-    """Send all records and warnings to the log, too; return a function that ends this."""
+    """Also send all records and warnings to the log; return a function that undoes this."""
     root, last_resort, show = logging.getLogger(), logging.lastResort, warnings.showwarning
-    # Without a handler, the root logger prints by this one.
+    # A root logger without handlers prints with this one.
     added = [log] if root.handlers or last_resort is None else [last_resort, log]
 
     def show_and_record(

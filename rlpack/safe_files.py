@@ -1,4 +1,4 @@
-"""JSON and text from files that others wrote, within limits on the kind of file, its size and its nesting.
+"""Read JSON and text from untrusted files, with limits on the type of file, its size and its nesting.
 
 A FIFO or a device would be read without end, and values nested some thousand levels deep raise RecursionError, in the
 parser or in whatever walks them later.

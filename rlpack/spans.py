@@ -4,9 +4,9 @@
         ...
 
 `record_values` adds numbers that change over time, such as the requests that an engine runs. Every process appends both
-to its own file in the run directory, as JSON lines. Where no file is open, nothing is recorded. Spans of a thread
-nest; one costs a few microseconds, and its line is about 80 bytes. A file that reaches `MOST_BYTES` replaces the
-process's older one, so a process keeps its newest spans in at most twice as many bytes.
+to its own file in the run directory, as JSON lines. Where no file is open, nothing is recorded. Spans of a thread nest.
+A span costs a few microseconds, and its line is about 80 bytes. A file that reaches `MOST_BYTES` replaces the process's
+older file, so a process keeps its newest spans in at most `2 * MOST_BYTES`.
 """
 
 import json
@@ -51,15 +51,15 @@ class SpanFile:
         self._open()
 
     def write(self, spans: list[tuple[str, int, int]]) -> None:
-        """Append spans of the calling thread: name, and begin and duration in microseconds since the epoch.
+        """Append spans of the calling thread: name, begin in microseconds since the epoch, duration in microseconds.
 
-        A file that can't be written fails no run.
+        A file that can't be written doesn't fail the run.
         """
         thread = threading.current_thread().name
         self._append("".join(json.dumps([name, begin, duration, thread]) + "\n" for name, begin, duration in spans))
 
     def write_values(self, name: str, begin: int, duration: int, values: Mapping[str, float]) -> None:
-        """Append values that held for some time, as `record_values` gets them."""
+        """Append values that held over a period; see `record_values`."""
         self._append(json.dumps([name, begin, duration, values]) + "\n")
 
     def _append(self, text: str) -> None:
@@ -75,7 +75,7 @@ class SpanFile:
         """Close the file."""
         with self._lock:
             os.close(self._descriptor)
-            self._descriptor = -1  # a thread that writes later fails, and doesn't write to a file with this number
+            self._descriptor = -1  # so that a later write fails instead of reaching a file with this number
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -114,12 +114,12 @@ def span(name: str) -> Iterator[None]:
 
 
 def record_values(name: str, begin_us: int, end_us: int, values: Mapping[str, float]) -> None:
-    """Record numbers that held for some time.
+    """Record numbers that held over a period.
 
     Args:
-        name: what they are about.
-        begin_us: since when, in microseconds since the epoch.
-        end_us: until when.
+        name: name of the quantities.
+        begin_us: start of the period, in microseconds since the epoch.
+        end_us: end of the period, likewise.
         values: the numbers by name.
     """
     if (file := _file) is not None:

@@ -2,10 +2,10 @@
 
 SystemExit, GeneratorExit and the like pass every `except Exception`, and would end the command with no message, some
 with exit code 0. All imports and calls of users' code go through this module, which turns them into errors. A
-KeyboardInterrupt that the user code raises is an error, too; that of a signal passes.
+KeyboardInterrupt raised by user code is an error, too; one caused by a signal passes through.
 
 The `rlpack train` command runs recipes, losses and advantages in its own process, which `protect_command` guards
-further: `os._exit` and `os.abort` raise, an import has a deadline, the working directory is that from before it, and a
+further: `os._exit` and `os.abort` raise, an import has a deadline, its change of the working directory is undone, and a
 closed standard output or error is opened again.
 """
 
@@ -42,7 +42,7 @@ class UserCodeError(RuntimeError):
 
 
 class ProcessExit(BaseException):
-    """User code called `os._exit` or `os.abort`, which would have ended the command without a word."""
+    """User code called `os._exit` or `os.abort`, which would have ended the command without a message."""
 
 
 class ImportTimeout(BaseException):
@@ -51,12 +51,12 @@ class ImportTimeout(BaseException):
 
 @dataclass(frozen=True)
 class _Command:
-    """What `protect_command` found when the command began.
+    """The state of the command when `protect_command` was called.
 
     Attributes:
         pid: the command's process; in its forks nothing is guarded.
         streams: copies of the descriptors of standard output and error that were open.
-        texts: Python's own objects for them.
+        texts: Python's file objects for standard output and error.
     """
 
     pid: int
@@ -81,7 +81,7 @@ def protect_command() -> None:
 
 
 class UserCode:
-    """Context manager around user code; inside it, an exception that is no `Exception` becomes an error.
+    """Context manager around user code; inside it, an exception that isn't an `Exception` becomes one.
 
     >>> with UserCode("reward.function 'mine:f'"):
     ...     raise SystemExit(3)
@@ -101,7 +101,7 @@ class UserCode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raise an error in place of an exception that isn't one.
+        """Replace an exception that isn't an `Exception` with an error.
 
         Raises:
             UserCodeError: the code raised, for example, SystemExit.
@@ -208,7 +208,7 @@ def _restore_streams() -> None:
 def _guarded_import(name: str) -> Iterator[None]:
     """Undo a change of the working directory, and end an import that takes too long, in the command's process.
 
-    Only Python's main thread can be interrupted; who imports in another one waits for it with a deadline.
+    Only Python's main thread can be interrupted; code that imports in another thread waits for it with a deadline.
     """
     if _command() is None:
         yield
@@ -227,9 +227,9 @@ def _guarded_import(name: str) -> Iterator[None]:
 
 @contextmanager
 def _import_deadline(name: str) -> Iterator[None]:
-    """Raise `ImportTimeout` in the block after `_IMPORT_TIMEOUT_S`, by the alarm signal; warn before."""
+    """Raise `ImportTimeout` in the block after `_IMPORT_TIMEOUT_S`, using the alarm signal; warn before that."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0.0:  # one of a module that imports another
+    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0.0:  # nested: one module imports another
         yield
         return
     start = time.monotonic()
@@ -250,7 +250,7 @@ def _import_deadline(name: str) -> Iterator[None]:
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether an exception comes from a signal and not from user code.
+    """Return whether an exception comes from a signal rather than from user code.
 
     Python's own handler raises a plain KeyboardInterrupt, in the main thread.
     """
