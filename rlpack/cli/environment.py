@@ -158,7 +158,7 @@ def targets_of(config: Config) -> dict[str, str]:
 
 
 def _imported_here(key: str, module: str) -> str:
-    """Return the module to find: of a reward function the topmost package, since the sandbox imports the others."""
+    """Return the module to look up: for a reward function, the topmost package, since the sandbox imports the rest."""
     is_path = module.endswith(".py") or "/" in module
     return module.partition(".")[0] if key.startswith("reward.") and not is_path else module
 

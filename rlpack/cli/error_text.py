@@ -1,7 +1,7 @@
 """Error messages of commands: one line per problem, with long values shortened.
 
-Errors echo what was given: a key's value, a line of a file, a column. All commands print errors here, so that no value
-of any size hides the key and the way out next to it.
+Errors echo what was given: a key's value, a line of a file, a column. All commands print errors here, so that a long
+value never hides the key and the fix next to it.
 """
 
 import re
@@ -19,7 +19,7 @@ def print_error(command: str, message: str) -> None:
 
 
 def concise(message: str) -> str:
-    """Shorten long words, long lines and long lists of lines in a message; their beginnings and ends stay.
+    """Shorten long words, long lines and long lists of lines in a message; their beginnings and ends are kept.
 
     >>> concise("seed is '" + "9" * 50_000 + "'; it has to be a whole number").count("9")
     134

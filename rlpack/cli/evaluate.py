@@ -74,7 +74,7 @@ def evaluation_config(given: str, step: int | None, overrides: Sequence[str]) ->
 
     Args:
         given: the model or the run.
-        step: of the run's checkpoint, None for the newest sound one.
+        step: step of the run's checkpoint; None for the newest intact one.
         overrides: Hydra overrides.
 
     Raises:
@@ -138,7 +138,7 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}
-    # A checkpoint is exported once everything is checked; until then its own path stands for the model.
+    # A checkpoint is exported once everything is checked; until then, `model.path` is the checkpoint's own path.
     checkpoint = None if evaluated.checkpoint is None else str(evaluated.checkpoint)
     return values | {
         "model": defaults["model"] | {"path": evaluated.path or checkpoint},
@@ -147,7 +147,7 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
 
 
 def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each override of something that an evaluation doesn't read, and for words of other kinds."""
+    """Yield a problem for each override without effect on an evaluation, and each word that isn't an override."""
     root = root_key(config_class(EVALUATE_TARGET))
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
@@ -173,7 +173,7 @@ def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
 def _is_sweep(override: str) -> bool:
     try:
         return OverridesParser.create().parse_override(override).is_sweep_override()
-    except (HydraException, ValueError, RecursionError):  # composing says what is wrong
+    except (HydraException, ValueError, RecursionError):  # composing reports what is wrong
         return False
 
 

@@ -5,7 +5,7 @@ from hydra.errors import HydraException
 
 
 def hydra_text(text: str) -> str:
-    """Return text as Hydra reads it, quoted where a number or an operator would be read otherwise."""
+    """Return text in Hydra's syntax, quoted if Hydra would otherwise read a number or an operator."""
     try:
         if OverridesParser.create().parse_override(f"key={text}").value() == text:
             return text

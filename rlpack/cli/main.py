@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: list[str]) -> int:
-    """Run `rlpack train` or its shell completion; an interrupt before the run starts is one line and code 130."""
+    """Run `rlpack train` or its shell completion; on an early interrupt, print one line and return 130."""
     protect_command()
     gc.disable()  # imports make half a million objects that stay; `rlpack.cli.train` turns it on again
     try:
@@ -119,7 +119,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    """Run `rlpack evaluate`; an interrupt before it starts is one line and code 130."""
+    """Run `rlpack evaluate`; on an interrupt before it starts, print one line and return 130."""
     gc.disable()  # as for `rlpack train`
     try:
         with termination_as_keyboard_interrupt():
@@ -136,7 +136,7 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
-    """Run `rlpack serve`; an interrupt before the server is ready is one line and code 130."""
+    """Run `rlpack serve`; on an interrupt before the server is ready, print one line and return 130."""
     try:
         with termination_as_keyboard_interrupt():
             from rlpack.cli.serve import serve
@@ -148,7 +148,7 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _exit_if_ray_hangs(code: int) -> None:
-    """End the process if a thread of it can't leave Ray: the interpreter would crash while it cleans up."""
+    """End the process at once if one of its threads can't leave Ray: the interpreter would crash during cleanup."""
     connection = sys.modules.get("rlpack.distributed.ray_connection")
     if connection is not None and connection.hangs():
         sys.stdout.flush()

@@ -156,7 +156,7 @@ def _cells(
 
 
 def _number(value: float, decimals: int) -> str:
-    """Return a number with some decimals, or with four digits if it is below 1."""
+    """Format a number with `decimals` decimals, or with four significant digits if it is below 1."""
     return f"{value:#.4g}" if 0 < value < 1 else f"{value:.{decimals}f}"
 
 

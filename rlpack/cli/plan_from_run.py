@@ -1,4 +1,4 @@
-"""What `rlpack plan` and `rlpack simulate` take from a run: its lengths, and defaults of options."""
+"""Read from a run what `rlpack plan` and `rlpack simulate` need: its lengths, and defaults for options."""
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Options of `rlpack plan` and `rlpack simulate`, and which combinations are valid.
 
 Options have no defaults in the parser, so that given options can be told from defaults: an option without effect is
-refused, because its user expects one.
+refused, because its user expects an effect.
 """
 
 import argparse
@@ -43,10 +43,10 @@ _ABOVE_ZERO = (
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the most likely option."""
+    """A parser whose errors take one line and suggest the most likely option."""
 
     def __init__(self, *, prog: str, ranks: str) -> None:
-        """Take the command's name and its default of `--ranks`."""
+        """Set the command's name and its default for `--ranks`."""
         super().__init__(prog=prog, epilog="With a run's directory, its ranks and batching are the defaults.")
         self.ranks = ranks
 

@@ -1,4 +1,4 @@
-"""What `rlpack train` logs to the console: messages of the run's own code, all warnings, no chatter of libraries."""
+"""Console logging of `rlpack train`: messages of the run's own code and all warnings, but no chatter from libraries."""
 
 import logging
 import os
@@ -10,8 +10,8 @@ QUIET: Mapping[str, str] = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' as well
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-# Libraries that a run imports by itself and whose messages are about themselves. Other installed packages may be the
-# user's own.
+# Libraries that rlpack itself imports, and whose messages are about their own work. Any other installed package may
+# contain the user's code.
 _LIBRARIES = {
     *("absl", "accelerate", "aiohttp", "bitsandbytes", "datasets", "filelock", "flash_attn", "fsspec", "httpcore"),
     *("httpx", "huggingface_hub", "hydra", "jax", "matplotlib", "numba", "numexpr", "omegaconf", "pandas", "peft"),
@@ -22,7 +22,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def hide_progress_bars() -> None:
-    """Hide the progress bars of libraries; these read their variables once, as they are imported."""
+    """Hide the progress bars of libraries; libraries read these variables once, on import."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 

@@ -1,4 +1,4 @@
-"""What `rlpack simulate RUN --async` takes from a run: its response lengths, and the rates of its phases."""
+"""Read from a run what `rlpack simulate RUN --async` needs: its response lengths, and the rates of its phases."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from rlpack.observe.sinks import read_records
 from rlpack.observe.trace import read_spans, train_steps
 from rlpack.packing.analysis.running_ahead import Rates, generation_over_longest, with_mean
 
-# A run's first steps, which load and compile.
+# A run's first steps are skipped, because they load and compile.
 _SKIPPED = 2
 # The values of an engine in the files of spans (`rlpack.rollout.engine_meter`).
 _ENGINE = "engine"
-# With a lead, what of a step's time is none of training; without one, generation takes the place of both waits.
+# With a lead, the parts of a step's time that are not training; without one, `time/generate_s` replaces both.
 _WAITS = ("time/wait_s", "time/drain_s")
 
 
 def measured_lengths_and_rates(run_dir: Path, token_s: float | None = None) -> tuple[np.ndarray, Rates]:
-    """Return what a run has measured, its first steps left out.
+    """Return response lengths and rates measured by a run, without its first steps.
 
     Args:
         run_dir: the run's directory.
@@ -93,7 +93,7 @@ def _rows_of_steps(
         config: the run's configuration.
 
     Raises:
-        DataError: the run has late groups, and not the configuration that tells their size.
+        DataError: the run has late groups, but no configuration that gives their size.
     """
     if not any("rollout/groups_left" in one for one in taken):
         return [last] * len(taken)
@@ -115,7 +115,7 @@ def _is_in_flight(config: Mapping[str, Any]) -> bool:
 
 
 def _token_s_of_steps(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the time of generation over the longest response.
+    """Return the median over steps of generation time divided by the tokens of the longest response.
 
     Raises:
         DataError: no step has a time of generation.
@@ -127,7 +127,9 @@ def _token_s_of_steps(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> floa
 
 
 def _token_s_of_engines(run_dir: Path, config: Mapping[str, Any]) -> float:
-    """Return the seconds of all responses in engines over the tokens that they got, from the engines' statistics.
+    """Return the seconds per token of a response, from the engines' statistics.
+
+    This is the time that responses spent in engines, summed over responses, divided by the number of their tokens.
 
     `time/generate_s` of a run with in_flight would be too long: a batch waits for slots behind other batches, and for
     publications.
@@ -161,7 +163,7 @@ def _token_s_of_engines(run_dir: Path, config: Mapping[str, Any]) -> float:
 def _slots_and_engines(config: Mapping[str, Any], rows: int) -> tuple[int, int]:
     """Return how many responses an engine of a run generates at once, and the number of engines.
 
-    Without the run's configuration, one engine that generates all of them.
+    Without the run's configuration, assume one engine that generates all of them.
     """
     try:
         engines = int(config["placement"]["pools"][_pool_of_engines(config)]["ranks"])

@@ -35,7 +35,7 @@ from rlpack.rollout.vllm.server_process import base_url, started_server
 
 _TOKEN_BYTES = 32
 _LOG, _TOKEN, _TOKENIZER = "vllm.log", "token", "tokenizer"
-# All files of a tokenizer and none of a model.
+# Every file of a tokenizer, and no file of a model.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _ANSWER_S = 120.0  # before the first answer, vLLM may compile
 _LOOPBACK = "127.0.0.1"
@@ -176,7 +176,7 @@ def _models(client: httpx.Client, url: str) -> dict[str, Any]:
 
 
 def _why_no_chat(client: httpx.Client, url: str, name: str) -> str:
-    """Return why the server refuses chats, such as for want of a chat template; "" if it answers one."""
+    """Return why the server refuses chats, such as a missing chat template; "" if it answers one."""
     chat = {"model": name, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}
     try:
         answer = client.post(f"{url}/chat/completions", json=chat)

@@ -6,7 +6,7 @@ from rlpack.cli.hydra_text import hydra_text
 from rlpack.config.reward_rules import JUDGE, SERVED_REWARD_MODEL
 from rlpack.config.schema import Judge
 
-# What OpenAI's client and most others read.
+# Environment variables that OpenAI's client and most others read.
 URL_VARIABLE, TOKEN_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 
 
@@ -15,7 +15,7 @@ def lines_to_paste(url: str, token_file: str | None) -> list[str]:
 
     Args:
         url: base URL.
-        token_file: None if the user has given the token.
+        token_file: file with the token; None if the user has given the token.
     """
     token = [] if token_file is None else [f'export {TOKEN_VARIABLE}="$(cat {shlex.quote(token_file)})"']
     return [f"export {URL_VARIABLE}={shlex.quote(url)}", *token]
@@ -24,14 +24,14 @@ def lines_to_paste(url: str, token_file: str | None) -> list[str]:
 def judge_overrides(url: str, model: str, api_key_env: str, max_length: int) -> list[str]:
     """Return the overrides of `rlpack train` that make a server the judge.
 
-    The judge's answers get half of the length at most, so that prompts have room.
+    The judge's answers may take at most half of the length, which leaves room for prompts.
 
     >>> judge_overrides("http://127.0.0.1:80/v1", "7", "KEY", 512)[1:]
     ['judge.url=http://127.0.0.1:80/v1', "judge.model='7'", 'judge.api_key_env=KEY', 'judge.max_tokens=256']
 
     Args:
         url: base URL.
-        model: its name on the server.
+        model: the model's name on the server.
         api_key_env: environment variable with the token.
         max_length: longest prompt and answer together, in tokens.
     """
@@ -53,7 +53,7 @@ def reward_model_overrides(url: str, model: str, api_key_env: str, pad_token_id:
 
     Args:
         url: base URL.
-        model: its name on the server.
+        model: the model's name on the server.
         api_key_env: environment variable with the token.
         pad_token_id: the padding token of the model.
     """
@@ -68,5 +68,5 @@ def reward_model_overrides(url: str, model: str, api_key_env: str, pad_token_id:
 
 
 def as_command(overrides: list[str]) -> str:
-    """Return a command line with overrides, to complete."""
+    """Return a command line with overrides, for the user to complete."""
     return shlex.join(["rlpack", "train", *overrides])

@@ -44,7 +44,7 @@ class ServeRequest:
 
     Attributes:
         model: the model.
-        options: of the server.
+        options: options of the server.
         token: given by the user; None for a new one.
         token_env: the environment variable that it was read from.
         start_timeout_s: deadline for the start, in seconds.
@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def vllm_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of vLLM in the words that are no options, which have Hydra's syntax.
+    """Return vLLM's arguments from the words that are not options; they have Hydra's syntax.
 
     >>> vllm_arguments(["vllm.max_num_seqs=8", "vllm.chat_template='{{ messages }}'"])
     {'max_num_seqs': 8, 'chat_template': '{{ messages }}'}

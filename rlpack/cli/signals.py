@@ -19,7 +19,7 @@ BROKEN_PIPE = 141
 def termination_as_keyboard_interrupt() -> Iterator[None]:
     """Raise `Interrupted` on Ctrl-C, SIGTERM and SIGHUP inside the block; a started run handles all of them.
 
-    So a KeyboardInterrupt that user code raises can be told from these. A second SIGTERM or SIGHUP is ignored:
+    This distinguishes them from a KeyboardInterrupt that user code raises. A second SIGTERM or SIGHUP is ignored:
     `timeout` signals the process and its group, a closing terminal sends several. Under `nohup`, SIGHUP stays ignored,
     and SIGINT does in the background of a script.
     """

@@ -175,7 +175,7 @@ def _whole_number(option: str, text: str, least: int, most: int) -> int:
     """Parse a number within limits.
 
     Raises:
-        PackingError: it is none, or outside the limits.
+        PackingError: it is not a whole number, or is outside the limits.
     """
     if not text.strip().isdecimal() or not least <= int(text) <= most:
         raise PackingError(f"{option} is {text}; it has to be a whole number from {least} to {most}")

@@ -53,7 +53,7 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
     """Return the options with numbers, and the overrides.
 
     Raises:
-        ConfigError: an option has no effect here, or no number above 0.
+        ConfigError: an option has no effect here, or its value is not a number above 0.
     """
     numbers, overrides = {}, []
     words = iter(arguments)

@@ -23,9 +23,9 @@ DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 0, 1, 2, 3, 130
 # In the environment of an attempt: the process that supervises it, its number and the number of all attempts.
 _ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-# Before the next attempt, in seconds: the processes of the last one end meanwhile.
+# Pause before the next attempt, in seconds, in which the processes of the last one end.
 _PAUSE_S = 3.0
-# Signals by which somebody ends the run on purpose.
+# Signals that end a run on purpose.
 _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -33,7 +33,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
     """Run `rlpack train` in a separate process, again after failures, and return the last exit code.
 
     Args:
-        arguments: of the command, which are known to be right.
+        arguments: the command's arguments, already validated.
         run_dir: the run's directory.
         restarts: how many times the run may be restarted.
     """
@@ -50,7 +50,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
         if number == restarts:
             log.error("the run ended with %s after all supervise=%d restarts; it is not restarted", cause, restarts)
             break
-        # A killed driver says nothing about the run itself.
+        # That the driver was killed says nothing about the run itself.
         has_failed = code > 0 and newest_checkpoints(Path(run_dir)) == before
         if has_failed and has_failed_here:
             log.error("the run ended with %s twice without a new checkpoint; it is not restarted", cause)

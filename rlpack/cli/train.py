@@ -153,8 +153,8 @@ def run(
     """Run the recipe of a config and return the exit code; the run directory is locked until Ray is stopped.
 
     Args:
-        config: with a `run_dir`.
-        command: for messages.
+        config: the configuration, with `run_dir` set.
+        command: name of the command, for messages.
         how_to_go_on: completes the message of an interrupted command.
         key: the key of the directory, for messages.
     """
@@ -173,7 +173,10 @@ def run(
 
 
 def _unfreeze_for_triton() -> None:
-    """Let Triton's objects be freed as Python ends; it prints those that are left. Without Triton, ending is faster."""
+    """Let Triton's objects be freed at exit, since Triton prints any that are left.
+
+    Without Triton they stay frozen, which makes exiting faster.
+    """
     if "triton._C.libtriton" in sys.modules:
         gc.unfreeze()
 
@@ -195,8 +198,8 @@ def _load_while_ray_starts(config: Config) -> Callable[[Config], None]:
     """Import the recipe while Ray's daemons start on this machine, and return its `main`.
 
     Both take seconds, and Ray's are mostly spent waiting. No rank runs before the preflight checks pass; if they fail,
-    `run` stops the daemons. Without `placement.address=null`, or with more ranks than the checks allow, the cluster is
-    left to the recipe.
+    `run` stops the daemons. If `placement.address` is set, or there are more ranks than the checks allow, the recipe
+    connects to Ray itself.
     """
     from rlpack.distributed.ray_connection import connect, fits_this_machine
 
@@ -311,7 +314,7 @@ def _values_of(flags: Sequence[str], names: set[str]) -> Iterator[str]:
 
 
 def _unknown_flag(flag: str) -> str:
-    """Return the message for an unknown option, which most likely means a key."""
+    """Return the message for an unknown option, which was most likely meant as a key."""
     key = flag.lstrip("-").replace("-", "_")
     hint = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
     return f"unknown option {flag}; overrides take no dashes: {hint}"

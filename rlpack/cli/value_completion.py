@@ -1,4 +1,4 @@
-"""Shell completion of values: the choices of a key. Hydra itself offers only a key's present value."""
+"""Shell completion of values: the choices of a key. Hydra itself offers only a key's current value."""
 
 import inspect
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def value_completions(word: str, earlier: Sequence[str]) -> list[str]:
 
 
 def _choices(option: Any) -> list[str]:
-    """Return the values of a type that has few, as users write them."""
+    """Return all values of a type, as users write them; none if the type has no fixed choices."""
     if option is bool:
         return ["true", "false"]
     if option is NoneType:
