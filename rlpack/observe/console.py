@@ -75,7 +75,7 @@ class Sample:
 
 
 class _Output(RichConsole):
-    """Raises on a closed pipe; rich's own way is to exit with code 1 and no message."""
+    """A rich console that raises on a closed pipe, instead of exiting with code 1 and no message."""
 
     def on_broken_pipe(self) -> None:
         """Raise.
@@ -135,7 +135,7 @@ class Console:
             self._print(text)
 
     def columns(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print rows of cells, the heads first; cells are aligned to the right, a row's first and last to the left."""
+        """Print rows of cells, the header first; cells are right-aligned, a row's first and last ones left-aligned."""
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
         for number, (label, *cells, text) in enumerate(rows):
             aligned = "".join(f"  {cell.rjust(width)}" for cell, width in zip(cells, widths[1:], strict=False))

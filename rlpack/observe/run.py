@@ -66,7 +66,7 @@ class Run:
 
     Use it as a context manager. Inside, the first Ctrl-C, SIGTERM or SIGHUP only sets `interrupted`, the second
     raises KeyboardInterrupt; two SIGTERMs within a second count as one, and SIGHUP never counts as the second. On exit,
-    also after an error, the sinks are closed and the report is written.
+    even after an error, the sinks are closed and the report is written.
 
     Attributes:
         run_dir: directory of the run.
@@ -117,7 +117,7 @@ class Run:
             run_dir: directory of the run; with `resume=auto` it may already contain one.
             resume_at: place of the loaded checkpoint; later records are deleted. None starts from scratch.
             console: where lines are printed; None is standard output.
-            lock: of the directory; a run without one doesn't check that the directory is still its own.
+            lock: lock of the directory; a run without one doesn't check that the directory is still its own.
 
         Raises:
             RunDirectoryError: the directory can't be used.
@@ -240,7 +240,7 @@ class Run:
     def finish(self) -> Path:
         """Close the sinks, write `report.html`, print a summary, and return the report's path.
 
-        A report that can't be written only warns. Later calls only return the path.
+        A report that can't be written only causes a warning. Later calls only return the path.
         """
         path = self.run_dir / REPORT
         if self._finished:
@@ -312,7 +312,7 @@ class Run:
             self._own_log.close()
 
     def _open_log(self) -> None:
-        """Append to `run.log` what the process logs: from its start, if a command does so already."""
+        """Append what the process logs to `run.log`, starting with what a command has logged since its start."""
         self._log = current_log() or self._own_log.enter_context(attached_log("driver"))
         try:
             self._log.open(self.run_dir / LOG)

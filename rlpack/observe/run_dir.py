@@ -27,7 +27,7 @@ LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
 MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
 _PHASES = ("sft_warmup", "train")
-# The kernel takes paths of 4096 bytes; the longest below a run directory are those of a checkpoint's files.
+# The kernel limits paths to 4096 bytes; the longest ones below a run directory are those of a checkpoint's files.
 _LONGEST_PATH = 3800
 # Files that a run reads or writes; the lock is checked separately.
 _FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
@@ -190,7 +190,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def record_hashes(run_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files that a resumed run continues: metrics, samples and the id of W&B."""
+    """Return the SHA-256 of the files that a resumed run continues: metrics, samples and the id of the W&B run."""
     hashes: dict[str, str] = {}
     for name in (METRICS, SAMPLES, WANDB_ID):
         if (run_dir / name).is_file():

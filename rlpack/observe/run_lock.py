@@ -4,9 +4,9 @@
 
 Invariants (tests/unit/observe/test_run_lock.py):
 
-1. On one machine, two processes never hold the same directory. Neither do two machines, if their shared storage passes
-   fcntl locks on. If it doesn't, a process shows by a heartbeat (the file's modification time) that it is alive, and
-   one that finds the directory taken over stops before its next write.
+1. On one machine, two processes never hold the same directory. Neither do two machines, if their shared storage
+   propagates fcntl locks. If it doesn't, a process shows by a heartbeat (the file's modification time) that it is
+   alive, and one that finds the directory taken over stops before its next write.
 2. A refused process has changed nothing in the directory.
 3. A process that is killed leaves only the file, and the next process takes the directory over.
 
@@ -149,7 +149,7 @@ _held: dict[Path, RunLock] = {}  # the locks of this process
 
 @contextmanager
 def lock_run_dir(run_dir: Path, *, key: str = "run_dir") -> Iterator[RunLock]:
-    """Hold the lock of a directory inside the block; a block inside another one shares its lock.
+    """Hold the lock of a directory inside the block; nested blocks share the lock.
 
     The directory is created if it is missing, and deleted at the end if it was created here and is empty.
 
@@ -179,7 +179,7 @@ def lock_run_dir(run_dir: Path, *, key: str = "run_dir") -> Iterator[RunLock]:
 
 
 def _acquire(run_dir: Path, key: str) -> RunLock:
-    """Create the directory, wait for what may be a gone owner, and take the lock."""
+    """Create the directory, and take the lock once any earlier owner is known to be gone."""
     path = run_dir / LOCK
     try:
         if not run_dir.is_dir():
@@ -216,7 +216,7 @@ def _open(path: Path, key: str) -> int:
     """Open or create the file; writing to what a link leads to would destroy it.
 
     Raises:
-        RunDirectoryError: it is a link, or no regular file.
+        RunDirectoryError: it is a link, or not a regular file.
     """
     refused = RunDirectoryError(f"{path} is not a regular file, so {key}={path.parent} can't be locked; delete it")
     try:
@@ -252,7 +252,7 @@ def _lock(descriptor: int, path: Path, key: str) -> bool:
 def _await_end(path: Path, owner: Owner | None, is_locked: bool, key: str) -> None:
     """Return once the process that left the file is known to be gone.
 
-    The kernel tells for a process on this machine, and the heartbeat for one on another machine.
+    For a process on this machine, the kernel tells; for one on another machine, the heartbeat does.
 
     Raises:
         RunDirectoryError: it is alive.
@@ -273,7 +273,7 @@ def _await_end(path: Path, owner: Owner | None, is_locked: bool, key: str) -> No
 
 
 def _in_use(path: Path, owner: Owner | None, key: str) -> RunDirectoryError:
-    """Return the refusal, with the way out."""
+    """Return the error for a directory that is in use, with the fix."""
     elsewhere = "" if owner is not None and owner.is_here else f"; if that process is surely gone, delete {path}"
     return RunDirectoryError(
         f"{key}={path.parent} is in use by {owner or 'another process'}; wait until that run ends, stop it, or "

@@ -31,10 +31,10 @@ _KINDS: dict[str, Kind] = {
 
 
 class Span(NamedTuple):
-    """What a thread did.
+    """One activity of a thread.
 
     Attributes:
-        name: what it was.
+        name: name of the activity.
         begin_us: when it began, in microseconds since the epoch.
         duration_us: how long it took, in microseconds.
         thread: name of the thread.
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return what kind of call of a role it is.
+        """Return the kind of role call that it is.
 
         >>> Span("actor.train_step", 0, 1, "MainThread").kind
         'update'
@@ -61,12 +61,12 @@ class Span(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Numbers that held for some time.
+    """Numbers that held over a period.
 
     Attributes:
-        name: what they are about.
-        begin_us: since when, in microseconds since the epoch.
-        duration_us: for how long, in microseconds.
+        name: name of the quantities.
+        begin_us: start of the period, in microseconds since the epoch.
+        duration_us: length of the period, in microseconds.
         values: the numbers by name.
     """
 
@@ -77,11 +77,11 @@ class Values(NamedTuple):
 
     @property
     def end_us(self) -> int:
-        """Return until when they held."""
+        """Return the end of the period."""
         return self.begin_us + self.duration_us
 
     def rates(self) -> dict[str, float]:
-        """Return the numbers, tokens as tokens per second.
+        """Return the numbers, with tokens converted to tokens per second.
 
         >>> Values("engine", 0, 500_000, {"running": 3.0, "tokens": 40}).rates()
         {'running': 3.0, 'tokens/s': 80.0}
@@ -100,9 +100,9 @@ class ProcessSpans:
         process: `driver`, or pool and rank.
         pid: its process id on its host.
         host: name of its host.
-        spans: by their beginning, longer ones first.
+        spans: spans sorted by start time, longer ones first.
         unreadable: lines that were cut off, which a killed process leaves.
-        values: by their beginning.
+        values: values sorted by start time.
     """
 
     process: str
@@ -113,7 +113,7 @@ class ProcessSpans:
     values: tuple[Values, ...] = ()
 
     def outermost(self, thread: str) -> list[Span]:
-        """Return the spans of a thread that lie in no other one, in order."""
+        """Return the spans of a thread that are not inside another one, in order."""
         found: list[Span] = []
         for span in self.spans:
             if span.thread == thread and (not found or span.begin_us >= found[-1].end_us):
@@ -128,7 +128,7 @@ def read_spans(run_dir: Path, *, last_bytes: int | None = None) -> list[ProcessS
 
     Args:
         run_dir: the run's directory.
-        last_bytes: read only so many bytes at the end of each file; None for all.
+        last_bytes: number of bytes to read from the end of each file; None for all.
 
     Raises:
         ReportError: there are none, or a file can't be read.
@@ -229,7 +229,7 @@ def idle_spans(process: ProcessSpans, steps: Sequence[Span]) -> list[Span]:
 
 
 def _read_file(path: Path, last_bytes: int | None) -> ProcessSpans | None:
-    """Return the spans in a file, or in its last bytes; None without a readable head."""
+    """Return the spans in a file, or in its last bytes; None without a readable header."""
     spans: list[Span] = []
     values: list[Values] = []
     unreadable = 0

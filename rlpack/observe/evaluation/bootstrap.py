@@ -22,7 +22,7 @@ def bootstrap_intervals(values: np.ndarray, *, resamples: int, seed: int) -> np.
     Args:
         values: one value per prompt and statistic, float64 [P, S].
         resamples: number of resamples, each of P prompts with replacement.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     num_prompts = len(values)
     generator = np.random.Philox(key=np.array([seed % (1 << 64), 0], dtype=np.uint64))

@@ -23,15 +23,16 @@ from rlpack.observe.errors import EvaluationError
 from rlpack.observe.run_dir import LOCK, LOG, flat, holds_run
 
 IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html", "samples.jsonl"
-# A checkpoint's model while it is evaluated; a name that no folder of a user has, because it is deleted.
+# The folder of a checkpoint's model while it is evaluated. It is deleted afterwards, so no user's folder may have this
+# name.
 EXPORTED = ".rlpack-exported-checkpoint"
 ENGINES = "engines.json"
 _FORMAT = 2
-# Differences that are listed.
+# The most differences that a message lists.
 _SHOWN = 3
 _SECTIONS = ("seed", "model", "data", "reward", "rollout", "evaluate")
-# Keys of these sections that change no row: those of statistics, which are computed from the rows whenever the command
-# runs, limits beyond which a row is repeated or the command ends, and those of training.
+# Keys of these sections that change no row: keys of statistics, which are computed from the rows whenever the command
+# runs; limits beyond which a row is repeated or the command ends; and keys of training.
 _UNUSED = {
     *("evaluate.output_dir", "evaluate.threshold", "evaluate.pass_at", "evaluate.resamples"),
     *("rollout.request_timeout_s", "rollout.kv_cache_gb", "rollout.sleep_level", "rollout.max_logprob_gap"),
@@ -56,7 +57,7 @@ class EngineFailures:
 
     @classmethod
     def read(cls, folder: Path) -> "EngineFailures":
-        """Return those of an evaluation so far.
+        """Return the counts of an evaluation so far.
 
         Raises:
             EvaluationError: the file can't be read.
@@ -69,7 +70,7 @@ class EngineFailures:
             raise EvaluationError(f"{folder / ENGINES} can't be read: {error}; delete it to count from 0") from error
 
     def add_to(self, folder: Path) -> None:
-        """Add those of one part to the evaluation's, before the rows of the part are written."""
+        """Add the counts of one part to the evaluation's; call this before the part's rows are written."""
         if self != EngineFailures():
             earlier = EngineFailures.read(folder)
             rows, engines = earlier.repeated_rows + self.repeated_rows, earlier.engines_replaced + self.engines_replaced
@@ -79,7 +80,8 @@ class EngineFailures:
 def arguments_of(config: Config) -> dict[str, Any]:
     """Return the settings that the rows of an evaluation depend on, by dotted key.
 
-    The number of ranks is part of it: it decides which rows are generated together, and so how sums are rounded.
+    The number of ranks is one of them: it determines which rows are generated together, and thereby how sums are
+    rounded.
     """
     values = without_secrets(config.model_dump(mode="json"))
     sections = {name: values[name] for name in _SECTIONS}
@@ -96,11 +98,11 @@ def default_output_dir(config: Config, name: str) -> Path:
 
 
 def other_evaluation(folder: Path, arguments: Mapping[str, Any]) -> str | None:
-    """Return in what a new evaluation differs from one of the same model next to it; None if there is none.
+    """Describe how a new evaluation differs from one of the same model next to it; None if there is none.
 
     Args:
         folder: a default directory.
-        arguments: of the evaluation, by dotted key.
+        arguments: the evaluation's arguments by dotted key.
     """
     if (folder / IDENTITY).exists():
         return None
@@ -153,9 +155,9 @@ def open_evaluation(folder: Path, arguments: Mapping[str, Any], hashes: Mapping[
     """Write the evaluation's identity, or check that the directory has the same one.
 
     Args:
-        folder: exists, and this process holds it.
-        arguments: by dotted key.
-        hashes: of the prompts and the model, by name.
+        folder: an existing directory whose lock this process holds.
+        arguments: the arguments by dotted key.
+        hashes: hashes of the prompts and the model, by name.
 
     Raises:
         EvaluationError: names what differs.
@@ -225,7 +227,7 @@ def _refuse(shown: str, differing: list[str]) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON file in place of an earlier one, by a rename: a kill leaves the old file or the new one."""
+    """Replace a JSON file by a rename, so that a kill leaves either the old file or the new one."""
     staging = path.with_name(f".{path.name}")
     staging.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     os.replace(staging, path)

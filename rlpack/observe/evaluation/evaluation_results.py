@@ -37,12 +37,12 @@ class Statistic:
 class PromptRewards:
     """The rewards of an evaluation, collected row by row; NaN where a response has none.
 
-    A response without a reward counts as 0 in means. It never passes, never votes and is never the best of n, also
-    where all other rewards are negative.
+    A response without a reward counts as 0 in means. It never passes, never votes and is never the best of n, even if
+    all other rewards are negative.
 
     Attributes:
-        sampled: of each prompt's samples, P lists of n.
-        greedy: of the greedy responses, P or none.
+        sampled: rewards of each prompt's samples, P lists of n.
+        greedy: rewards of the greedy responses, P or none.
         voted: the mean reward of each prompt's majority answers, P; 0 if no winner has a reward.
         counts: rows, rows without a reward, truncated rows, and tokens.
     """
@@ -72,7 +72,7 @@ class PromptRewards:
         self.counts["response_tokens"] += sum(row.response_tokens for row in rows)
 
     def statistics(self, settings: Evaluate, seed: int) -> tuple[list[Statistic], float | None]:
-        """Return all statistics, and the reward from which a response passes, None if that is undefined."""
+        """Return all statistics, and the minimum reward of a passing response; None if that is undefined."""
         rewards = np.array(self.sampled, dtype=np.float64)
         columns = {"mean_reward": np.nan_to_num(rewards).mean(1), "best_of_n": _best(rewards)}
         passes = passing(rewards, self.greedy, settings.threshold)

@@ -12,8 +12,8 @@ import numpy as np
 def pass_at_k(passes: np.ndarray, k: int) -> np.ndarray:
     """Return the unbiased estimate of pass@k of each prompt, float64 [P].
 
-    With c of n responses passing, that is 1 - C(n - c, k) / C(n, k): the share of all sets of k responses that hold one
-    that passes. The coefficients are whole numbers of any size, so only the quotient is rounded.
+    With c of n responses passing, that is 1 - C(n - c, k) / C(n, k): the share of all sets of k responses that contain
+    a passing one. The coefficients are whole numbers of any size, so only the quotient is rounded.
 
     >>> pass_at_k(np.array([[True, False, False], [False, False, False]]), 2).tolist()
     [0.6666666666666666, 0.0]
@@ -45,12 +45,12 @@ def passing(rewards: np.ndarray, others: Sequence[float], threshold: float | Non
     A response without a reward never passes, whatever the threshold.
 
     Args:
-        rewards: of the responses, float64 [P, n], NaN where there is none.
+        rewards: rewards of the responses, float64 [P, n], NaN where there is none.
         others: rewards of further responses, such as the greedy ones.
-        threshold: a response passes from this reward on; None is 1, and defined only if every reward is 0 or 1.
+        threshold: minimum reward of a passing response; None means 1, and is defined only if every reward is 0 or 1.
     """
     if threshold is not None:
-        return rewards >= float(np.float32(threshold))  # rewards are float32, in which 0.7 is less than 0.7
+        return rewards >= float(np.float32(threshold))  # rewards are float32, and float32(0.7) < 0.7
     given = np.concatenate((rewards.ravel(), others))
     is_binary = np.isin(given[~np.isnan(given)], (0.0, 1.0)).all()
     return rewards == 1.0 if is_binary else None

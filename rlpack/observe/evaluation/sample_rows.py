@@ -3,8 +3,9 @@
 Invariants (tests/unit/observe/evaluation/test_sample_rows.py):
 
 1. The rows are in the order of `RowLayout`: prompt by prompt, its samples, then its greedy response.
-2. A file that a kill left is cut after its last whole part, so a part is generated in one batch or again. What a row
-   generates may depend on its batch by rounding; so a resumed evaluation has the rows of an uninterrupted one.
+2. After a kill, the file is cut after its last whole part, so every part is generated in a single batch. What a row
+   generates may depend on its batch through rounding; this way, a resumed evaluation has the rows of an uninterrupted
+   one.
 3. A row that belongs to another evaluation is refused, never skipped.
 """
 
@@ -27,9 +28,9 @@ class SampleRow:
         prompt_index: position of the prompt in the dataset.
         uid: name of the prompt.
         sample: number of the sample; None for the greedy response.
-        seed: of the row's random numbers; None for the greedy response.
-        prompt: as text; messages as the chat template renders them.
-        response: as text, without special tokens.
+        seed: seed of the row's random numbers; None for the greedy response.
+        prompt: the prompt as text, with messages as the chat template renders them.
+        response: the response as text, without special tokens.
         answer: the dataset's reference answer as text, if there is one.
         extracted_answer: the response's answer, as the reward function defines it; None if there is none.
         reward: None if the response has no finite reward.
@@ -82,7 +83,7 @@ class RowLayout:
         return self.num_prompts * self.rows_per_prompt
 
     def whole_prompts(self, num_rows: int) -> int:
-        """Return how many prompts the whole parts among the first rows have.
+        """Return the number of prompts in the whole parts among the first `num_rows` rows.
 
         >>> RowLayout(num_prompts=5, samples=2, greedy=True, prompts_per_part=2).whole_prompts(11)
         2

@@ -47,7 +47,7 @@ class RewardFilter:
     """Which rewards one choice of the filter shows.
 
     Attributes:
-        label: of the choice.
+        label: label of the choice.
         low: smallest reward; None for responses without one.
         high: largest reward.
     """
@@ -66,7 +66,8 @@ class RewardFilter:
 def reward_filters(rewards: Sequence[float | None]) -> list[RewardFilter]:
     """Return the choices of the filter, highest rewards first; together they hold each reward exactly once.
 
-    Few distinct rewards have a choice each, more are cut into ranges of about equally many responses.
+    If there are few distinct rewards, each has its own choice. Otherwise they are grouped into ranges with about
+    equally many responses.
 
     >>> [choice.label for choice in reward_filters([1.0, 0.0, None, 1.0])]
     ['1', '0', 'no reward']
@@ -98,7 +99,7 @@ def write_samples_page(
         table: name, value and interval of each statistic.
         notes: lines below the table.
         prompts: the rows of each prompt.
-        rewards: of all rows, in order; they decide the choices of the filter.
+        rewards: rewards of all rows, in order; they determine the choices of the filter.
     """
     filters = reward_filters(rewards)
     counts = [sum(choice.holds(reward) for reward in rewards) for choice in filters]

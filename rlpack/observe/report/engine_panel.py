@@ -67,7 +67,7 @@ class EnginePanel(NamedTuple):
         return any(one.values.get("waiting") for values in (self.queued, *self.shown.values()) for one in values)
 
     def text(self) -> str:
-        """Return how fast each engine was while it was busy, for how long it was, and how full its cache got."""
+        """Describe how fast each engine was while busy, how long it was busy, and how full its cache got."""
         begin, end = self.timeline.window
         parts = []
         for process, values in self.shown.items():
@@ -158,7 +158,7 @@ def step_functions(series: Sequence[Sequence[Values]], name: str, begin_us: int)
 
 
 def _cut(values: Sequence[Values], window: tuple[int, int]) -> list[Values]:
-    """Return the parts of values that lie in a window; tokens are taken to be even over time."""
+    """Return the parts of values that lie in a window; tokens are assumed to be spread evenly over time."""
     cut = []
     for one in values:
         begin, end = max(one.begin_us, window[0]), min(one.end_us, window[1])

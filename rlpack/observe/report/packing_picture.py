@@ -61,9 +61,7 @@ class Boxes:
 
 
 def packing_picture(plans: Mapping[str, MicrobatchPlan], path: Path, step: int = 0) -> Path:
-    """Draw one optimizer step of several plans; return the picture's path.
-
-    The plans are of the same lengths.
+    """Draw one optimizer step of several plans of the same lengths; return the picture's path.
 
     The path's suffix selects the file format, any that matplotlib writes.
 

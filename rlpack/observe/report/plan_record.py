@@ -153,7 +153,7 @@ def _optional(values: dict[str, Any], name: str) -> tuple[int, ...] | None:
 def read_plan(path: Path) -> PlanRecord | None:
     """Return the record in a file, or None.
 
-    A file that can't be read is a warning.
+    A file that can't be read causes a warning.
     """
     if not path.exists():
         return None

@@ -54,7 +54,7 @@ class Series:
 def running_mean(values: np.ndarray, half: int) -> np.ndarray:
     """Return the mean of each value, `half` values before it and as many after it.
 
-    Near the ends both sides are equally shorter, so the mean neither lags nor leads.
+    Near the ends, both sides are shortened equally, so the mean neither lags nor leads.
 
     >>> running_mean(np.array([1.0, 3.0, 8.0, 10.0]), 1).tolist()
     [1.0, 4.0, 7.0, 10.0]

@@ -9,7 +9,7 @@ from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Records, Series, held_out_curves
 from rlpack.observe.text import are_accuracies, mean_reward_format
 
-# The metrics of plans that are 0 if nothing is lost, and the mean up to which a loss isn't worth a row.
+# Plan metrics that are 0 if nothing is lost, each with the mean up to which its loss is too small for a row.
 PACKING_LOSSES = {
     "packing/waste_ratio": 0.01,
     "packing/rank_imbalance": 0.05,
@@ -45,7 +45,7 @@ class SummaryRow:
 def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     """Return rewards, held-out losses, wasted slots, steps and time.
 
-    Rewards are the first and last ones, slots those of padding and of the run's batching.
+    Rewards are the first and the last value. Wasted slots are those with padding and those with the run's batching.
     """
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
     value_format = mean_reward_format(is_accuracy=are_accuracies(records))
@@ -64,9 +64,10 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
 
 
 def packing_losses(records: Records) -> list[list[str]]:
-    """Return lowest, mean, highest value and meaning of each metric of plans that shows a loss, below a row of heads.
+    """Return a table of the plan metrics that show a loss: lowest, mean and highest value, and meaning.
 
-    Without a loss in the training steps there are no rows: the other metrics are in the report alone.
+    The first row is the header. The table is empty if there was no loss in the training steps; other metrics are only
+    in the report.
     """
     every = {name: Series.of(records, name, "train").values for name in PACKING_LOSSES}
     rows = [

@@ -1,4 +1,4 @@
-"""The timeline of a run's last steps: what each process did, and how much of generation training overlapped."""
+"""The timeline of a run's last steps: what each process did, and how much of generation overlapped with training."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, 
 from rlpack.observe.trace import DRIVER, MAIN_THREAD, Kind, ProcessSpans, Span, train_steps
 
 STEPS = 3
-# Of each file of spans, which hold three steps unless these have some ten thousand microbatches.
+# Bytes read from the end of each span file; they hold three steps unless these have some ten thousand microbatches.
 LAST_BYTES = 2 * 2**20
 MOST_ROWS = 16
 COLORS: dict[Kind, str] = {
@@ -65,7 +65,7 @@ class Timeline(NamedTuple):
         return union([(s.begin_us, s.end_us) for one in self.ranks for s in self.calls(one) if s.kind in kinds])
 
     def text(self) -> str:
-        """Return how busy each process was, and how much of generation training overlapped."""
+        """Describe how busy each process was, and how much of generation overlapped with training."""
         begin, end = self.window
         shares = []
         for one in self.ranks[:MOST_ROWS]:
@@ -80,7 +80,7 @@ class Timeline(NamedTuple):
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw one row per process; the lines are the beginnings of steps."""
+    """Draw one row per process; vertical lines mark the beginnings of steps."""
     begin, end = timeline.window
     ranks = timeline.ranks[:MOST_ROWS]
     figure = Figure(figsize=(9.2, 1.3 + 0.42 * len(ranks)))
@@ -131,7 +131,7 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """Return the length of disjoint intervals together."""
+    """Return the total length of disjoint intervals."""
     return sum(end - begin for begin, end in intervals)
 
 
