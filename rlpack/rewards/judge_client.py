@@ -67,7 +67,7 @@ class JudgeClient:
         }
 
     def _read_score(self, body: str) -> RewardResult:
-        """Return the score in an answer; one without a score is final."""
+        """Return the score in an answer; an answer without a score is not retried."""
         answer, max_score = _message_content(body, self._url), self._settings.max_score
         score = parse_score(answer, max_score)
         if score is None:
@@ -76,7 +76,7 @@ class JudgeClient:
 
 
 def _as_text(name: str, value: Any) -> str:
-    """Return a column's value as the judge reads it: the messages of a chat prompt, a line each."""
+    """Return a column's value as the judge reads it: the messages of a chat prompt, one line each."""
     return conversation(value) if name == "prompt" and isinstance(value, list) else str(value)
 
 

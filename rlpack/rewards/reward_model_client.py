@@ -53,11 +53,11 @@ class RewardModelClient:
 
 
 def read_score(body: str, url: str) -> RewardResult:
-    """Return the score in vLLM's answer to a request with one row; one that is not finite is final.
+    """Return the score in vLLM's answer to a request with one row; a score that is not finite is not retried.
 
     Args:
-        body: of the answer.
-        url: for errors.
+        body: body of the answer.
+        url: URL of the server, for errors.
 
     Raises:
         AttemptFailedError: there is no such score; another request may get one.

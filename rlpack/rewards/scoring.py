@@ -140,7 +140,7 @@ class RewardScorer:
         return total - before
 
 
-# The keys of the limits that a function ran into, by problem.
+# By problem, the key of the limit that a function exceeded.
 _LIMITS = {"timeout": "reward.timeout_s", "killed": "reward.memory_gb"}
 
 
@@ -155,13 +155,13 @@ class FailureRate:
     Attributes:
         limit: largest fraction of rows that may fail; 1 allows everything.
         key: the configuration key, for messages.
-        hint: what the user can do, for messages; `{}` is where the limits go that rows ran into.
+        hint: what the user can do, for messages; `{}` is replaced by the limits that rows exceeded.
     """
 
     limit: float
     key: str = "reward.max_failures"
     hint: str = "Fix the function{}, or raise reward.max_failures"
-    _batches: deque[tuple[int, int]] = field(default_factory=deque)  # (rows, failed rows)
+    _batches: deque[tuple[int, int]] = field(default_factory=deque)  # (rows, failed rows) of each batch
 
     def allowed(self, num_rows: int) -> float:
         """Return how many of the next `num_rows` rows may fail."""

@@ -27,7 +27,7 @@ _TEXTS: dict[SignatureKind, tuple[str, ...]] = {
     "verl": ("data_source", "solution_str", "ground_truth"),
 }
 _EXAMPLES = "def f(prompts, completions, answer), def f(prompt, completion, answer) or verl's compute_score"
-# What other libraries and data sets call the column `answer`; `solution` would look like `completion`.
+# Other libraries' and datasets' names for the column `answer`; `solution` would look like `completion`.
 _ANSWERS = {"solution", "solutions", "ground_truth", "label", "labels", "target", "targets", "reference", "gold"}
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
@@ -63,7 +63,7 @@ class Signature:
         return [name for name in names if name not in excluded and (self.takes_all or name in self.columns)]
 
 
-# Of a function that is imported and never called.
+# The signature of a function that is imported and never called.
 NEVER_CALLED = Signature("batched", (), (), takes_all=False, is_async=False)
 
 

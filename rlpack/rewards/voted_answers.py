@@ -18,7 +18,7 @@ class AnswerReader:
         description: completes "majority vote by …".
         read: maps a response to its answer, None if it has none. Call it only for responses with a reward: the reward
             function has read these within its deadline, which bounds the time here.
-        is_extracted: whether the answer is what a reward function reads, and not the exact text.
+        is_extracted: whether the answer is what a reward function reads, rather than the exact text.
     """
 
     description: str

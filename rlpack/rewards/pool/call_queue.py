@@ -22,7 +22,7 @@ class FunctionSpec:
         arguments: keyword arguments of every call.
         timeout_s: deadline of a row, or of a whole call for batched functions.
         key: the configuration key, for messages.
-        is_called: whether the pool calls it. False: it is only imported, and may have any parameters.
+        is_called: whether the pool calls it; otherwise it is only imported, and may have any parameters.
     """
 
     target: str

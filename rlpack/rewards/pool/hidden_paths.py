@@ -1,4 +1,4 @@
-"""The files that processes with user code must not read: credentials, and what the caller adds, such as the run's."""
+"""Files that processes with user code must not read: credentials, and those that the caller adds, such as the run's."""
 
 import os
 import pwd
@@ -49,7 +49,7 @@ _FOLDER_VARS = (
 def hidden_paths(environment: Mapping[str, str], more: Iterable[Path] = ()) -> list[Path]:
     """Return the absolute paths of credentials, existing or not, and `more`.
 
-    Those in the working directory are `.env` files that exist.
+    In the working directory, these are the `.env` files that exist.
 
     >>> Path("/home/me/.netrc") in hidden_paths({"HOME": "/home/me"})
     True

@@ -1,8 +1,9 @@
 """Landlock: the files that a process and its descendants can still reach, and which processes they can affect.
 
-A domain only permits; it can't refuse a file in a directory that it permits. To hide a file, everything else is
-permitted: the entries of every directory above it, one by one. Entries that are created in these directories later are
-out of reach, too. A process in a domain can't read the memory, environment or descriptors of a process outside it.
+A domain can only grant access; it can't deny access to a file in a directory that it grants. To hide a file, everything
+else is granted: the other entries of every directory above it, one by one. Entries that are created in these
+directories later are therefore out of reach, too. A process in a domain can't read the memory, environment or
+descriptors of a process outside it.
 
 https://docs.kernel.org/userspace-api/landlock.html; the numbers are those of linux/landlock.h.
 """
@@ -141,14 +142,14 @@ class _Rules:
         for path in import_paths():
             if path in above:  # the import system lists its directories
                 self.allow(path, _READ_DIR)
-            else:  # it may be hidden, or in a directory that is or that can't be listed
+            else:  # it, or a directory above it, may be hidden or impossible to list
                 self.allow(path, _READS)
         for name in _DEVICES:
             self.allow(Path("/dev") / name, _READS)
         for name in _PROC:
             self.allow(Path("/proc") / name, _READS)
-        # While the directory is open, the kernel keeps the inode that the rule is attached to. Writing to it could make
-        # the kernel spare this process when memory runs out, and end others.
+        # The rule is attached to an inode, which the kernel keeps while the directory is open. The rule only permits
+        # reading: by writing (oom_score_adj), this process could make the kernel kill others when memory runs out.
         self.allow(Path(f"/proc/{os.getpid()}"), _READS, keep_open=True)
 
 
@@ -169,7 +170,8 @@ def _is_restricted() -> bool:
     try:
         os.listdir(_ROOT)
     except PermissionError:
-        # Landlock refuses to open what the file's mode allows; a mode that refuses is no domain.
+        # If the directory's mode allows reading, Landlock has refused it; otherwise the mode has, and there is no
+        # domain.
         return os.access(_ROOT, os.R_OK)
     return False
 

@@ -204,7 +204,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that it comes from, is a lack of permission: the sandbox's, most likely."""
+    """Return whether an exception or one of its causes is a permission error, most likely due to the sandbox."""
     for _ in range(_MAX_CAUSES):
         if error is None or isinstance(error, PermissionError):
             break

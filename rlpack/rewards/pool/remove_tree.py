@@ -1,4 +1,4 @@
-"""Delete a directory that user code filled, however deep, long-named or closed its contents are."""
+"""Delete a directory that user code filled, even if it is deeply nested or has long or unreadable paths."""
 
 import os
 import stat
@@ -51,7 +51,7 @@ def remove_tree(folder: Path) -> None:
             with suppress(OSError):
                 os.rmdir(levels[-1].folders[-1], dir_fd=current)
             levels[-1].folders.pop()
-    except OSError:  # the way up is closed
+    except OSError:  # the parent directory can't be opened
         return
     finally:
         os.close(current)

@@ -38,7 +38,7 @@ class SandboxError(RuntimeError):
 
 
 def is_linux() -> bool:
-    """Whether this module can confine anything."""
+    """Return whether this module can confine anything."""
     return sys.platform == "linux"
 
 
@@ -157,10 +157,11 @@ def _prctl(option: int, value: int, *, needed: bool = True) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities of root: it keeps the rights of an owner of files, like any user.
+    """Drop all capabilities of root, which leaves it the rights of a file owner, like any user.
 
-    The one to read others' files remains if Python imports from a directory that is closed otherwise, such as the home
-    of the user who became root. Dropping capabilities from the bounding set keeps programs from regaining them.
+    The capability to read other users' files is kept if Python imports from a directory that would otherwise be
+    unreadable, such as the home of the user who became root. Dropping capabilities from the bounding set keeps programs
+    from regaining them.
     """
     _prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL, needed=False)
     for capability in range(_NUM_CAPABILITIES):

@@ -21,7 +21,7 @@ _AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16
 _SOCK_STREAM, _SOCK_CLOEXEC, _SOCK_NONBLOCK = 1, 0x80000, 0x800
 _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 15, 0x8901, 0x8902
 _F_SETLEASE = 1024
-# Change a file through a descriptor for reading: flags, extended flags and version (of 64 and 32 bits), verity, and
+# These change a file through a read-only descriptor: flags, extended flags and version (of 64 and 32 bits), verity, and
 # encryption.
 _FILE_IOCTLS = (
     0x40086602, 0x40046602, 0x401C5820, 0x40087602, 0x40047602, 0x40086604, 0x40046604, 0x40806685, 0x800C6613,
@@ -63,8 +63,8 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
     "userfaultfd": (323, 282), "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
 
-# What no reward function needs: other processes' memory and descriptors, their segments, semaphores and queues,
-# namespaces and mounts, keys, kernel interfaces, and rings whose operations no filter sees.
+# Calls that no reward function needs: other processes' memory and descriptors, their segments, semaphores and queues,
+# namespaces and mounts, keys, kernel interfaces, and io_uring, whose operations bypass filters.
 _NEVER = (
     "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module",
     "fsconfig", "fsmount", "fsopen", "fspick", "init_module", "io_uring_enter", "io_uring_register",
@@ -179,7 +179,7 @@ def _program(machine: str, *, strict: bool, processes: bool, signals: bool) -> l
 
 
 def _own_process_only(*, signals: bool, processes: bool) -> dict[str, Sequence[_Check]]:
-    """Return the calls that may name this process only: another one of the same user could be crippled by them."""
+    """Return the calls that may only target this process, because they could cripple another one of the same user."""
     own = _Check(0, (0, os.getpid()))
     checks: dict[str, Sequence[_Check]] = {
         **{name: [own] for name in _OF_ONE_PROCESS},

@@ -33,7 +33,7 @@ from rlpack.rewards.pool.scratch_usage import scratch_bytes
 COMMAND = struct.Struct("!cI")
 REPORT = struct.Struct("!cIi")
 
-# Seconds within which too many processes are noticed, and within which an orphan is.
+# Polling intervals in seconds: to enforce a limit on processes, and otherwise to notice orphans.
 _WATCH_S, _IDLE_S = 0.02, 0.25
 _KILL_TIMEOUT_S = 5.0
 # The kernel ends a killed process within about this time.

@@ -32,10 +32,10 @@ def import_functions(
 
     Args:
         targets: package.module:function by key.
-        settings: those of the run, with one process. On a machine without the `strict` sandbox, that of `limits` is
-            used; it is for the caller to refuse the run.
-        timeout_s: deadline of a call; an import may take as long, and at least 10 s.
-        are_called: whether a reward pool will call them. False: their parameters are not looked at.
+        settings: the run's settings, with one process. On a machine that can't provide the `strict` sandbox, the
+            `limits` sandbox is used; it is up to the caller to refuse the run.
+        timeout_s: deadline of a call; the deadline of an import is the same, but at least 10 s.
+        are_called: whether a reward pool will call them; otherwise their parameters are not checked.
 
     Raises:
         RewardError: a function can't be imported, or follows no calling convention.
@@ -62,10 +62,10 @@ def _import(
 
     Args:
         functions: pairs of key and target.
-        settings: as above.
+        settings: see `import_functions`.
         timeout_s: deadline of the process.
-        are_called: as above.
-        place: where modules are searched, which decides what a target is.
+        are_called: see `import_functions`.
+        place: where modules are searched, which determines what a target refers to.
     """
     specs = {key: FunctionSpec(target, {}, timeout_s, key, is_called=are_called) for key, target in functions}
     deadline = time.monotonic() + timeout_s
@@ -76,7 +76,7 @@ def _import(
     except PoolError as error:
         is_overdue = time.monotonic() > deadline
         pool.close()
-        for function in functions if len(functions) > 1 else ():  # finds the one
+        for function in functions if len(functions) > 1 else ():  # to find the one at fault
             _import((function,), settings, timeout_s, are_called, place)
         raise _import_error(functions, timeout_s if is_overdue else None, error) from error
     finally:
