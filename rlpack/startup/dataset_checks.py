@@ -1,4 +1,4 @@
-"""The rows of small sources, and the columns that rewards and judges read.
+"""Check the rows of small sources, and the columns that rewards and judges read.
 
 Large files take long to read and datasets of the Hub to download, so these are left to the recipe, which reads every
 source once more.
@@ -39,11 +39,11 @@ from rlpack.rewards.pool.trial_import import import_functions
 from rlpack.rewards.signatures import check_signature
 from rlpack.startup.data_epochs import with_steps
 
-# Reading as much takes a fraction of a second.
+# The largest source that counts as small; reading it takes a fraction of a second.
 _MOST_BYTES, _MOST_FILES = 16 << 20, 100
-# Characters of a token, more than in any vocabulary of a language model.
+# Upper bound on the characters of a token, in any language model's vocabulary.
 _LONGEST_TOKEN = 1024
-# Rows of the generator that are generated here; it has no others with fewer columns.
+# Number of rows to generate here; all rows of the generator have the same columns.
 _FEW_ROWS = 8
 
 
@@ -68,7 +68,7 @@ def check_datasets(config: Config) -> None:
     for name, of_set in evaluation_sets.set_configs(config).items():
         with evaluation_sets.naming(name):
             check_held_out(of_set)
-    if not _has_tokenizer(config):  # else some prompts may be wrong for it, which comes first
+    if not _has_tokenizer(config):  # otherwise, report prompts that it can't encode first
         check_enough_rows(config, num_rows)
         if math.isfinite(num_rows):
             with_steps(config, int(num_rows))
@@ -81,8 +81,8 @@ def check_held_out(config: Config) -> None:
     """Read the held-out split if that is quick, and check it for an evaluation.
 
     Raises:
-        DataError: as `check_datasets`.
-        RewardError: as `check_datasets`.
+        DataError: see `check_datasets`.
+        RewardError: see `check_datasets`.
     """
     for _, dataset in _small_splits(config, both=False):
         _check_split(config, dataset)
@@ -128,7 +128,7 @@ def check_enough_rows(config: Config, num_rows: float) -> None:
 
 
 def check_stop_ids(config: Config, num_tokens: int) -> None:
-    """Raise on ids that no response can end with, because the model has fewer tokens.
+    """Raise on stop ids that the model can't generate, because it has fewer tokens.
 
     Raises:
         ConfigError: names the largest id.
@@ -178,11 +178,11 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
 
 
 def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, PromptDataset]]:
-    """Yield whether it is the training split, and its rows, for each split that is quick to read.
+    """Yield (whether it is the training split, its rows) for each split that is quick to read.
 
-    The training split is left out unless `both`.
+    With `both` false, the training split is left out.
 
-    A dataset of the Hub is not read, but it has to exist.
+    A dataset on the Hub is not read, but it has to exist.
     """
     data = config.data
     splits = {True: (data.source, data.split)} if both else {}
@@ -216,7 +216,7 @@ def _smaller(generator: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(data: Data, dataset: PromptDataset) -> int:
-    """Return the rows of a training split; a generator's are those that it is asked for."""
+    """Return the number of rows of a training split; for the generator, the configured number."""
     return ArithmeticTask(**data.generator).train_size if data.source == "arithmetic" else len(dataset)
 
 
@@ -238,7 +238,7 @@ def _has_tokenizer(config: Config) -> bool:
 
 
 def _check_prompts(config: Config, dataset: PromptDataset) -> None:
-    """Raise on prompts that no tokenizer, or not the one that is built from the data, can turn into rows."""
+    """Raise on prompts that can't become rows with any tokenizer, or with the one built from the data."""
     data = config.data
     if data.chat_template:
         if not _has_tokenizer(config):
@@ -256,7 +256,7 @@ def _check_prompts(config: Config, dataset: PromptDataset) -> None:
     overlong = [example for example in dataset if len(example.prompt) > data.max_prompt_tokens]
     if overlong and data.overlong_prompt == "error":
         raise overlong_error(overlong[0], dataset.name, len(overlong[0].prompt), data.max_prompt_tokens)
-    if len(overlong) == len(dataset) and data.source != "arithmetic":  # of which these are the first rows
+    if len(overlong) == len(dataset) and data.source != "arithmetic":  # only its first rows were generated
         raise nothing_left_error(dataset.name, data.max_prompt_tokens)
 
 

@@ -30,8 +30,8 @@ class EvaluatedModel:
     """A model, or a run's checkpoint.
 
     Attributes:
-        name: for the default directory of the evaluation.
-        path: of the model's folder, absolute, or its name on the Hub; None for a checkpoint.
+        name: name used in the default directory of the evaluation.
+        path: absolute path of the model's folder, or its name on the Hub; None for a checkpoint.
         checkpoint: its folder, absolute; None for a model.
         state: the checkpoint's state; empty for a model.
     """
@@ -47,11 +47,11 @@ def find_model(given: str, step: int | None) -> EvaluatedModel:
 
     Args:
         given: a model's folder, its name on the Hub, or a run directory.
-        step: of the run's checkpoint; None for the newest sound one.
+        step: step of the run's checkpoint; None for the newest intact one.
 
     Raises:
         ModelError: there is no such folder, it holds neither a model nor a run, or a step is given for a model.
-        EvaluationError: the run has no checkpoint, or not that of the step.
+        EvaluationError: the run has no checkpoint, or none of that step.
         CheckpointError: all checkpoints that were asked for are damaged, or another version wrote them.
     """
     folder = find_folder(given)
@@ -84,7 +84,7 @@ def with_dtype_of(run: Config | None, config: Config) -> Config:
 
     Args:
         run: what the checkpoint's policy was built with; None for a model, whose type is read from its own config.
-        config: of the evaluation.
+        config: configuration of the evaluation.
     """
     if run is None or config.rollout.engine != "vllm" or config.rollout.dtype is not None:
         return config

@@ -16,7 +16,7 @@ def check_evaluation(config: Config, run: Config | None) -> None:
     """Raise on a mistake that is found without importing PyTorch; the cheapest checks come first.
 
     Args:
-        config: of the evaluation.
+        config: configuration of the evaluation.
         run: what a checkpoint's policy was built with; None for a model.
 
     Raises:

@@ -9,7 +9,7 @@ from rlpack.path_suggestions import suggest_path
 from rlpack.startup.model_files import is_path
 
 _WAYS_OUT = "give a model's folder, the directory of a run, or a hub name"
-# Folders that are named as what was meant instead.
+# Maximum number of folders that an error suggests instead.
 _SHOWN = 3
 
 
@@ -21,7 +21,7 @@ def find_folder(given: str) -> Path | None:
     """
     folder = Path(os.path.expanduser(given))
     if not os.path.isdir(folder):
-        # A name below a folder that exists is a path, too, though it could be a hub name by its form.
+        # A name below an existing folder is also a path, although it has the form of a hub name.
         if is_path(given) or (folder.parent != Path() and folder.parent.is_dir()):
             hint = suggest_path(folder, folders_only=True)
             raise ModelError(f"{given!r} is not a folder{hint}; {_WAYS_OUT}")

@@ -1,4 +1,4 @@
-"""The settings of a new model, and the model type of a loaded one, against the sources of transformers.
+"""Check the settings of a new model, and the model type of a loaded one, against the sources of transformers.
 
 Only what is certainly wrong is refused here; `rlpack.recipes.preflight` builds the model.
 """
@@ -104,7 +104,7 @@ def _check_setting(kind: str, source: ConfigSource, key: str, value: Any) -> Non
 
 
 def _too_many_layers(settings: Mapping[str, Any]) -> str | None:
-    """Return the problem of a number of layers that takes minutes to build even without weights, or None."""
+    """Return the problem if a model has so many layers that building it takes minutes even without weights, or None."""
     for key in _LAYERS:
         if isinstance(value := settings.get(key), int) and value > _MOST_LAYERS:
             return f"{key} is {value:,}; it can be at most {_MOST_LAYERS:,}"
@@ -112,7 +112,7 @@ def _too_many_layers(settings: Mapping[str, Any]) -> str | None:
 
 
 def _has_own_heads(fields: Mapping[str, Any]) -> bool:
-    """Return whether a config gives heads in another way, so that their numbers need not divide."""
+    """Return whether a config defines heads in another way, so that their numbers need not divide evenly."""
     return bool(fields.keys() & _LATENT) or any(name.endswith("heads_per_layer") for name in fields)
 
 

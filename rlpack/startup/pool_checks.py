@@ -1,4 +1,4 @@
-"""The pools and the object store against this machine, or the cluster that a run joins."""
+"""Check the pools and the object store against this machine, or the cluster that a run joins."""
 
 import ctypes
 import math

@@ -59,12 +59,12 @@ def check_role_sources(config: Config) -> None:
 
 
 def _methods(module: str, class_name: str, seen: tuple[tuple[str, str], ...] = ()) -> set[str] | None:
-    """Return the names of a class and its bases, None if the module has no such class.
+    """Return all names that a class and its bases define; None if the module has no such class.
 
     Args:
-        module: its name.
-        class_name: of the class.
-        seen: modules and classes that led here; an import that leads back tells nothing.
+        module: name of the module.
+        class_name: name of the class.
+        seen: modules and classes that led here, to detect circular imports.
 
     Raises:
         Uncertain: its source doesn't tell.
@@ -92,7 +92,7 @@ def _assigned_attributes(tree: ast.Module) -> set[str]:
 
 
 def _base_methods(module: str, tree: ast.Module, base: ast.expr, seen: tuple[tuple[str, str], ...]) -> set[str]:
-    """Return the names of a base class."""
+    """Return all names that a base class defines."""
     if not isinstance(base, ast.Name):
         raise Uncertain
     if base.id not in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:

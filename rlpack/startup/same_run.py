@@ -1,4 +1,4 @@
-"""A resumed run against the configuration that its checkpoint was written with."""
+"""Compare a resumed run with the configuration that its checkpoint was written with."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ _PHASES = ("train", "sft_warmup")
 # Sections of a stored config that are read here.
 _SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement")
 _QUOTES = "\"'"
-# Differing keys that an error names.
+# Maximum number of differing keys that an error names.
 _SHOWN_KEYS = 8
 # Keys that determine the steps of a run.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
@@ -94,7 +94,7 @@ def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
 
 
 def check_steps(progress: Mapping[str, Any], config: Config) -> None:
-    """Refuse to resume a run that has done more steps than it is to do, if these are known yet.
+    """Refuse to resume a run that has already done more than its number of steps, if that is known yet.
 
     Raises:
         ConfigError: names both numbers.

@@ -14,7 +14,7 @@ _COMMITTED = "COMMITTED"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model.
+    """A model to be served.
 
     Attributes:
         name: the model's name in requests: a folder's, a run's, or that on the Hub.

@@ -1,7 +1,7 @@
 """What the installed transformers knows about a model type, read from its source files.
 
 Importing its configuration classes imports PyTorch, which takes seconds. Whatever these files don't say for certain is
-left to the checks that build the model: a function returns None, or counts more names as known than there are.
+left to the checks that build the model: a function returns None, or treats more names as known than exist.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 # The entries of a table of names: `("qwen2", "Qwen2Config")` or `"qwen2": "Qwen2Config"`.
 _ENTRY = re.compile(r'"([\w.-]+)"\s*[,:]\s*"(\w+)"')
 _AUTO = ("auto_mappings.py", "configuration_auto.py")
-# Calls that give a module a weight or a part under any name.
+# Calls that register a parameter or submodule under an arbitrary name.
 _REGISTERS = {"setattr", "self.add_module", "self.register_module", "self.register_parameter"}
 # Modules whose classes all configurations derive from.
 _BASES = ("configuration_utils.py", "modeling_rope_utils.py", "generation/configuration_utils.py")
@@ -27,8 +27,8 @@ class ConfigSource:
 
     Attributes:
         fields: the annotations of its settings by name.
-        files: those that define it and its bases of other model types.
-        bases: those of the classes that all configurations derive from.
+        files: files that define the class and its bases from other model types.
+        bases: files of the classes that all configurations derive from.
     """
 
     fields: dict[str, str] = field(default_factory=dict)

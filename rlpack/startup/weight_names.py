@@ -1,8 +1,9 @@
 """The names that the weights of a model may have, read from the source of its classes.
 
 A pattern that no name can match is refused before PyTorch is imported. Names are found by following the modules that a
-class assigns to `self`. What can't be followed is open: any name that begins so may exist. A name may be listed that a
-model doesn't have, such as that of a bias that a setting turns off; the checks with the model know better.
+class assigns to `self`. A module that can't be followed is open: any name with its prefix may exist. Names may be
+listed that a model doesn't have, such as that of a bias that a setting turns off; the checks that build the model are
+exact.
 """
 
 import ast
@@ -41,11 +42,11 @@ _DEPTH = 12
 
 @dataclass
 class WeightNames:
-    """What the weights of a model may be called.
+    """The names that the weights of a model may have.
 
     Attributes:
-        names: all known ones, and whether it is the weight of a linear layer.
-        open: the beginnings of names that can't be followed further.
+        names: maps each known name to whether it is the weight of a linear layer.
+        open: prefixes of names that can't be followed further.
     """
 
     names: dict[str, bool] = field(default_factory=dict)
@@ -62,7 +63,7 @@ def weight_names(kind: str, settings: Mapping[str, Any]) -> WeightNames | None:
 
     Args:
         kind: the model type.
-        settings: of the model, read for the number of layers.
+        settings: settings of the model, read for the number of layers.
 
     Returns:
         None if the class isn't found.
@@ -76,7 +77,7 @@ def weight_names(kind: str, settings: Mapping[str, Any]) -> WeightNames | None:
 
 
 class _Walk:
-    """Follows the modules that a class is made of."""
+    """Follows the submodules of a class."""
 
     def __init__(self, names: WeightNames, settings: Mapping[str, Any]) -> None:
         self._names = names
@@ -157,7 +158,7 @@ class _Walk:
             self._names.open.add(f"{name}.")
 
     def _length(self, loop: ast.expr) -> int | None:
-        """Return the number of layers that a loop makes; None if it isn't the model's own."""
+        """Return the number of layers that a loop creates; None if it isn't the model's number of layers."""
         text = re.fullmatch(r"range\((?:self\.)?config\.(\w+)\)", ast.unparse(loop))
         keys = _LAYERS if text is not None and text[1] in _LAYERS else ()
         length = next((self._settings[key] for key in keys if key in self._settings), None)

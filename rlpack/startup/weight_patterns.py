@@ -1,4 +1,4 @@
-"""Patterns of weight names against the names that the model's source allows."""
+"""Check patterns of weight names against the names that the model's source allows."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _CRITIC, _HEAD = "model.", ("head.weight", "head.bias")
 
 
 def check_weight_patterns(config: Config) -> None:
-    """Raise on a pattern of frozen or undecayed weights, or of layers with adapters, that certainly matches nothing.
+    """Raise on a pattern for frozen weights, weights without decay or adapter layers that certainly matches nothing.
 
     Raises:
         ModelError: names the key, the pattern and the nearest names; or all weights are frozen.
