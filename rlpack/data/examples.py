@@ -10,7 +10,7 @@ Message = dict[str, Any]
 Prompt = str | list[Message]
 # Special tokens of a tokenizer that is built from the data: padding, end of sequence, unknown.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-# The most characters that Unicode normalization merges into one, in any script.
+# Maximum number of characters that Unicode normalization merges into one, in any script.
 _MERGED_CHARACTERS = 4
 # Tokenizing this many characters takes milliseconds and gives the exact number of tokens.
 _QUICK_CHARACTERS = 50_000

@@ -28,7 +28,7 @@ IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html
 EXPORTED = ".rlpack-exported-checkpoint"
 ENGINES = "engines.json"
 _FORMAT = 2
-# The most differences that a message lists.
+# Maximum number of differences that a message lists.
 _SHOWN = 3
 _SECTIONS = ("seed", "model", "data", "reward", "rollout", "evaluate")
 # Keys of these sections that change no row: keys of statistics, which are computed from the rows whenever the command
