@@ -47,7 +47,7 @@ def first_answer(refs: list[ray.ObjectRef], deadline: float) -> Answer | None:
 
 
 def answered(refs: list[ray.ObjectRef], deadline: float) -> list[ray.ObjectRef]:
-    """Return those that have been answered, as soon as there are some; [] at the `time.monotonic()` time `deadline`.
+    """Return the references with an answer once there are any; [] at the `time.monotonic()` time `deadline`.
 
     Raises:
         ClusterError: a daemon of Ray ended.
@@ -63,7 +63,7 @@ def answered(refs: list[ray.ObjectRef], deadline: float) -> list[ray.ObjectRef]:
 
 
 def ask_ray(question: Callable[[], R], timeout_s: float | None = None) -> R:
-    """Return the result of a function that needs an answer of Ray's GCS, or of this machine's raylet.
+    """Return the result of a function that needs an answer from Ray's GCS or this machine's raylet.
 
     Ray itself would wait a minute or for ever for a daemon that ended or is stopped.
 

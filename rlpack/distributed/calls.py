@@ -25,8 +25,8 @@ class Call:
             method for its effects (collectives with the output ranks).
         background: it runs in the role's own thread, while the ranks answer other calls.
         ranks: the ranks that are called; None for ranks 0, 1, …
-        of_start: how many times the ranks had been started when they got the earlier calls that it depends on; None
-            if it may run again on ranks that were started again.
+        of_start: how many times the ranks had been started when they got the earlier calls that this one depends on;
+            None if it may be repeated after a restart.
         answer_s: deadline of its answer, in seconds from its start; None for that of the pool, which counts from when
             the call is waited for.
         starts: whether it starts processes, for which it gets `placement.start_timeout_s` in addition.
@@ -83,11 +83,11 @@ class Pending(Generic[R]):
     """
 
     def __init__(self, wait: Callable[[], R], answers: Sequence[Any] = ()) -> None:
-        """Take the function that waits; it is called once, by the first `result`.
+        """Store the function that waits; it is called once, by the first `result`.
 
         Args:
             wait: waits for the call and returns its result.
-            answers: what the ranks answer with, for `Ranks.wait_any`.
+            answers: references to the ranks' answers, for `Ranks.wait_any`.
         """
         self.answers = tuple(answers)
         self._wait: Callable[[], R] | None = wait
@@ -98,8 +98,8 @@ class Pending(Generic[R]):
     def result(self) -> R:
         """Wait for the call and return its result.
 
-        Later calls return the same result, or raise the same error, a KeyboardInterrupt too. Threads that call it
-        meanwhile wait, too.
+        Later calls return the same result or raise the same error, including a KeyboardInterrupt. Threads that call it
+        in the meantime also wait.
 
         Raises:
             RoleError: a rank raised, died, or missed its deadline.

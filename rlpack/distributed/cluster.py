@@ -23,9 +23,9 @@ from rlpack.distributed.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
-# After this long a wait for devices, a warning says what is free.
+# After waiting this long for devices, a warning says what is free.
 _WARN_S = 10.0
-# The answer to a wait arrives by then after its end.
+# Seconds after the end of a wait within which its answer arrives.
 _ANSWER_S = 10.0
 
 
@@ -34,7 +34,7 @@ class Cluster:
 
     Attributes:
         store: holds the payloads of batches.
-        restarts: of the pools.
+        restarts: the restarts of the pools.
     """
 
     def __init__(self, placement: Placement, job: Submission | None = None, log_path: Path | None = None) -> None:

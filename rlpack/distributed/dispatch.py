@@ -110,7 +110,7 @@ def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
 def one_rank(*, reads: Sequence[str], returns: Sequence[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method that one rank runs with rows of a batch, and that returns rows with the ids that it was given.
 
-    The rows that it returns may be those of earlier calls, as they get ready.
+    It may return rows of earlier calls, as they become ready.
 
     Args:
         reads: columns that the batch must have; nothing else is sent.

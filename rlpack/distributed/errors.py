@@ -60,10 +60,10 @@ class RoleError(RuntimeError):
 
 
 class RanksRestartedError(RoleError):
-    """The ranks of a call were started again; it can't be repeated, since rows of earlier calls are lost with them."""
+    """The ranks of a call were restarted; the call can't be repeated, since rows of earlier calls are lost."""
 
     def __init__(self, error: RoleError) -> None:
-        """Take the error that the ranks were started again for."""
+        """Wrap the error that caused the restart."""
         super().__init__(error.role, error.rank, error.method, error.cause)
         self.args = (error,)
 
@@ -118,7 +118,7 @@ class ClusterError(RuntimeError):
         self.cause, self.logs = cause, logs
 
     def __str__(self) -> str:
-        """Return the cause, where the logs are, and the way out."""
+        """Return the cause, where the logs are, and the fix."""
         return (
             f"{self.cause} during the run, which can't continue without it; see {self.logs} and the kernel's log "
             "for the reason (out of memory, another program); run the same command with resume=auto to continue"

@@ -139,7 +139,7 @@ def deadline_error(
         calls: the calls.
         timeout_s: how long each was waited for.
         stopped: those whose processes are stopped, with the process ids. They explain the others.
-        is_own: whether the deadline is that of the calls, and so of no setting.
+        is_own: whether the deadline belongs to the calls themselves rather than to a setting.
     """
     if stopped:
         first = next(iter(stopped))

@@ -138,8 +138,8 @@ class ParallelLayout:
     def expert_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of the experts' weights: `dp_replicate`, `dp_shard`, `ep` and `tp`, as `weight_mesh`.
 
-        The dimension `ep` has the ranks that divide the experts, also if it is only one; `dp_shard` those that have
-        the same experts, dp_shard · cp / ep. A collective.
+        The dimension `ep` has the ranks that divide the experts, even if there is only one; `dp_shard` has those with
+        the same experts, dp_shard · cp / ep in number. A collective.
 
         Args:
             device_type: `cpu` or `cuda`.

@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.1"
 _LOCALHOST = "resolve_ip_for_localhost"
 _POLL_S = 0.05
 _ANSWER_S = 5.0
-# After the deadline of a start, if no thread of this process could end it.
+# Time after a start's deadline at which the script ends it, if no thread of this process could.
 _STUCK_S = 15.0
 # On a machine that stalls, the raylet gives up on its agents after 15 s.
 _ATTEMPTS = 3
@@ -43,7 +43,7 @@ _ROOM = "make room, or set RAY_TMPDIR to a folder that is writable and has room 
 
 
 class _DaemonEndedError(Exception):
-    """A daemon ended while Ray started. No RuntimeError, which Ray would take as a node that is not ready yet."""
+    """A daemon ended while Ray started. Not a RuntimeError, which Ray would take for a node that is not ready yet."""
 
 
 def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequence[str]) -> RayDaemons:
@@ -64,7 +64,7 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
-    # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
+    # Ray lowers its workers' priority, so that other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # The GCS keeps the states of the last 100,000 calls, 100 kB a step, for a dashboard that a local run doesn't have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")

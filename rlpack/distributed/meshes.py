@@ -20,7 +20,7 @@ def new_mesh(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
     Args:
         device_type: `cpu` or `cuda`.
-        sizes: of the dimensions by name, outermost first; their product is the number of ranks.
+        sizes: size of each dimension by name, outermost first; their product is the number of ranks.
     """
     mesh = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = [new_groups(mesh, dim, device_type) for dim in range(mesh.ndim)]
@@ -35,7 +35,7 @@ def new_groups(mesh: Tensor, dim: int, device_type: str, *, shared: bool = True)
 
     Args:
         mesh: ranks, of any shape.
-        dim: of the ranks that share a group.
+        dim: dimension along which ranks share a group.
         device_type: `cpu` or `cuda`.
         shared: whether a group of all ranks may be the default group, which saves connections.
     """

@@ -16,9 +16,9 @@ from rlpack.batch.remote import Handle, RemoteColumn
 logger = logging.getLogger(__name__)
 
 END_OF_CALL = "at the end of the call that received them"
-# A wait for objects is renewed after this time, in seconds, and then after twice as long as the last one.
+# A wait for objects is restarted after this time, in seconds; each further wait is twice as long as the last one.
 _ASK_AGAIN_S = 20.0
-# An object of this process that holds references is there at once.
+# Timeout for reading references back that this process has just stored, which takes no time.
 _RECEIVE_S = 60.0
 
 
@@ -63,7 +63,7 @@ class ObjectHandle:
         return self._ref
 
     def free(self, released: str) -> None:
-        """Let the object go; `released` says when, for the error of a later read."""
+        """Drop the reference to the object; `released` says when, for the error of a later read."""
         if self._ref is not None:
             self._ref, self._released = None, released
             self._when_freed()

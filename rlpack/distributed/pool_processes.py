@@ -1,6 +1,6 @@
 """The actors of one pool: they are started, build roles, and are ended or started again together.
 
-What follows needs to wait for them, with deadlines and errors: `RayRanks` passes a function for that.
+Waiting for them takes deadlines and typed errors, so `RayRanks` passes a function for that.
 """
 
 import logging
@@ -33,7 +33,7 @@ Finish = Callable[[str, str, list[ray.ObjectRef]], list[Any]]
 
 @dataclass(frozen=True)
 class BuiltRole:
-    """What a role is built from, on every rank: see `RayRanks.start_role`."""
+    """The arguments that a role is built from on every rank: see `RayRanks.start_role`."""
 
     target: str
     settings: ray.ObjectRef
@@ -45,8 +45,8 @@ class PoolProcesses:
     """The actors of one pool.
 
     Attributes:
-        name: of the pool.
-        actors: one of each rank; another list after a restart.
+        name: name of the pool.
+        actors: the actor of each rank; a new list after a restart.
         nodes: Ray's id of the node of each rank.
         processes: the process of each rank; None before `start`.
         roles: the roles that were built, by name.
@@ -104,7 +104,7 @@ class PoolProcesses:
     def start_again(self, finish: Finish) -> None:
         """End all processes, start others in the same places, and build all roles.
 
-        A place on a node that is lost is waited for by Ray until the node, or another one with room, is there.
+        If a node is lost, Ray waits until it, or another one with room, is available.
         """
         self._former |= {actor._actor_id.hex() for actor in self.actors}
         self.kill(for_good=False)
@@ -122,7 +122,7 @@ class PoolProcesses:
         return actor_id in self._former or self.rank_of(actor_id) is not None
 
     def kill(self, *, for_good: bool = True) -> None:
-        """Kill the processes; `for_good`, free the devices that are reserved for them, too."""
+        """Kill the processes; with `for_good`, also free the devices that are reserved for them."""
         try:
             if not ray_ended():
                 ask_ray(partial(self._kill_by_ray, for_good), 2 * CLOSE_S)

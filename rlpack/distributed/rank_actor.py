@@ -38,11 +38,11 @@ class RankActor(RankProcess):
         """Prepare the process; in a submitted job, in the folder of the job's files on this node.
 
         Args:
-            context: what the rank knows of its place.
-            threads: of PyTorch.
+            context: the rank's place in its pool.
+            threads: number of PyTorch threads.
             import_path: directories for modules, after those of Python.
-            silence_s: end this process after so long a silence of the cluster's GCS, without which neither the driver
-                nor Ray may be able to; None for never.
+            silence_s: end this process once the cluster's GCS has been silent for this long, because neither the driver
+                nor Ray may be able to end it without the GCS; None for never.
         """
         super().__init__(context, threads, [*import_path, *_enter_job_files()])
         if silence_s is not None:
@@ -59,7 +59,7 @@ class RankActor(RankProcess):
         return ray.util.get_node_ip_address()
 
     def process_id(self) -> ProcessId:
-        """Return this process."""
+        """Return the identity of this process."""
         return ProcessId.own()
 
     def node(self) -> str:
@@ -78,7 +78,7 @@ class RankActor(RankProcess):
             return super().call_rows(call_id, role, method, kwargs, *args)
 
     def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:
-        """Return the rows of a submitted method, whose batches aren't needed any more; None if it is not done."""
+        """Return the rows of a submitted method, and free batches that are no longer needed; None if it is not done."""
         try:
             return super().result(call_id, wait_s)
         finally:

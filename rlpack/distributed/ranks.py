@@ -218,8 +218,8 @@ class RayRanks(RestartablePool):
         """Pass values to all ranks of `target`, and return the results of the last load.
 
         The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
-        each is freed once all ranks of `target` have loaded it, unless the references are `kept`, in place of those
-        that the list has. If ranks of `target` are started again, all values are passed again.
+        each is freed once all ranks of `target` have loaded it, unless `kept` is given: its contents are then replaced
+        by the references. If ranks of `target` are started again, all values are passed again.
         """
         assert isinstance(target, RayRanks), "values travel between pools of one cluster"
         while True:

@@ -49,7 +49,7 @@ _ANSWER_S = 5.0
 _SHUTDOWN_S, _HURRIED_SHUTDOWN_S = 30.0, 3.0
 
 
-# Those that did not end in time.
+# Threads of shutdowns that did not end in time.
 _SHUTDOWNS: list[threading.Thread] = []
 
 
@@ -101,7 +101,7 @@ def disconnect() -> None:
     if shutdown.is_alive():
         _SHUTDOWNS.append(shutdown)
         logger.debug("Ray's shutdown is left behind: a daemon does not answer")
-        atexit.unregister(ray.shutdown)  # which would wait for the other
+        atexit.unregister(ray.shutdown)  # it would wait for the shutdown in the thread
     close_current()
 
 
@@ -220,7 +220,7 @@ def _daemons() -> dict[str, str]:
 
 
 def _check_answer(address: str) -> None:
-    """Ask at a `host:port` once, because Ray retries for minutes if nothing listens or answers there.
+    """Probe a `host:port` once, because Ray retries for minutes if nothing listens or answers there.
 
     Raises:
         OSError: nothing listens there, or what does is stopped.

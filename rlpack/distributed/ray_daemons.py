@@ -30,7 +30,7 @@ class RayDaemons(RayWatch):
     """The daemons of one local Ray, and the script that ends the processes that they leave.
 
     Attributes:
-        token: with which they are asked.
+        token: the token for requests to them.
     """
 
     def __init__(self, token: RunToken) -> None:
@@ -39,7 +39,7 @@ class RayDaemons(RayWatch):
         self.token = token
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._watched: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopped: Counter[str] = Counter()  # looks in a row that found it stopped
+        self._stopped: Counter[str] = Counter()  # consecutive polls that found it stopped
         self._reaper: subprocess.Popen[bytes] | None = None
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", ray_reaper.__file__, str(os.getpid()), str(token.folder)]
@@ -52,7 +52,7 @@ class RayDaemons(RayWatch):
             )
 
     def starting(self, popen: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., subprocess.Popen[bytes]]:
-        """Return Ray's way to start a process, in a separate session."""
+        """Wrap Ray's function that starts a process, so that each process gets a separate session."""
 
         def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
             process = popen(command, start_new_session=True, **options)
@@ -88,11 +88,11 @@ class RayDaemons(RayWatch):
         atexit.register(self.stop_watching)  # before Ray's own handler, which stops the daemons
 
     def log_to(self, path: Path) -> None:
-        """Have the script append to the run's log, too, what it reports."""
+        """Have the script also append its reports to the run's log."""
         self._tell(f"run_log {path.absolute()}")
 
     def stop_watching(self) -> None:
-        """Let the daemons end."""
+        """Stop watching: the daemons may end from now on."""
         self._watched = {}
         super().stop_watching()
 
@@ -107,7 +107,7 @@ class RayDaemons(RayWatch):
         return None
 
     def look(self) -> float:
-        """Count for how long a daemon is stopped; return the seconds until the next time."""
+        """Count for how long daemons have been stopped; return the seconds until the next poll."""
         self._count_stopped(self._watched.items())
         return LOOK_S
 
@@ -127,7 +127,7 @@ class RayDaemons(RayWatch):
         super().kill()
 
     def close(self) -> None:
-        """Wait until nothing of a Ray that was stopped is left; the script kills the rest."""
+        """Wait until no process of the stopped Ray is left; the script kills the rest."""
         self.stop_watching()
         atexit.unregister(self.stop_watching)
         self.token.remove()

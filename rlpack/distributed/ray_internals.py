@@ -1,7 +1,7 @@
-"""The private names of Ray that rlpack uses, each with a replacement for a Ray that does not have it.
+"""The private names of Ray that rlpack uses, each with a fallback for versions of Ray that lack it.
 
-Private names come and go between Ray's versions. Names are looked up when they are used, so a missing one fails nothing
-but, at most, what it is for. `rlpack.distributed.jobs.upload` has the only other ones.
+Private names come and go between Ray's versions. Names are looked up when they are used, so a missing one affects at
+most the feature that needs it. The only others are in `rlpack.distributed.jobs.upload`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ import ray
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Ray puts a store of at most as many bytes on disk if shared memory is too small.
+# Ray puts a store of at most this many bytes on disk if shared memory is too small.
 _LARGEST_SLOW_STORE = 10_000_000_000
 _NEVER_UPLOADED = (".git", ".venv", "venv", "__pycache__")
 _STORE = "object_store_memory"
@@ -59,7 +59,7 @@ def logs_folder() -> str:
 
 
 def read_token_again() -> None:
-    """Let Ray read the mode and the token of its authentication from the environment again, if it has cached them."""
+    """Make Ray read its authentication mode and token from the environment again, if it has cached them."""
     config, loader = find("_raylet", "Config"), find("_raylet", "AuthenticationTokenLoader")
     try:
         config.initialize("")
@@ -83,7 +83,7 @@ def shared_memory() -> float:
 
 
 def largest_slow_store() -> float:
-    """Return the bytes up to which Ray puts a store on disk where shared memory is too small."""
+    """Return the largest store, in bytes, that Ray puts on disk where shared memory is too small."""
     return find("_private.ray_constants", "REQUIRE_SHM_SIZE_THRESHOLD") or _LARGEST_SLOW_STORE
 
 

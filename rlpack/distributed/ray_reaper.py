@@ -1,16 +1,16 @@
 """Ends the remaining processes of a run's Ray: a script that outlives the driver, which may be killed at any moment.
 
 Ray's daemons end with their driver. What they started may not: agents hang in a report to a daemon that is gone, and a
-stopped rank notices nothing. Each daemon starts in a separate session (setsid), in which everything stays that it
-starts, whatever title it takes. Once the driver has ended or has stopped Ray, this script deletes the token of the run,
-waits a moment, and kills all processes of these sessions.
+stopped rank notices nothing. Each daemon starts in a separate session (setsid), which contains everything that it
+starts, whatever process titles they take. Once the driver has ended or has stopped Ray, this script deletes the token
+of the run, waits a moment, and kills all processes of these sessions.
 
 Ray ends a driver without a message if the object store, a part of the raylet, ends while the driver uses it. This
 script finds that in the log that Ray keeps of the driver, and reports it on standard error and in the run's log.
 
 While Ray starts, it waits for its first workers with Python's lock held. If they end before they have registered, it
-waits for ever, and no thread of the driver can run. So this script reports a start that is late, too, and ends the
-daemons, with which Ray ends the driver.
+waits for ever, and no thread of the driver can run. This script therefore also reports a start that is overdue and ends
+the daemons, upon which Ray ends the driver.
 
     python -I -S ray_reaper.py DRIVER_PID TOKEN_FOLDER
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _told_by(driver: int) -> tuple[dict[int, int], dict[str, str]]:
-    """Return what the driver names until it ends or closes the pipe.
+    """Read what the driver sends until it ends or closes the pipe.
 
     Returns:
         The start of the leader of each session, and the places of logs by name.

@@ -83,9 +83,9 @@ class StoreLease:
         self.release()
 
     def run(self, function: Callable[[], R]) -> R:
-        """Return the result of a function, and hold what it stores beyond its end, until the lease is released.
+        """Call a function, return its result, and hold the payloads that it stores until the lease is released.
 
-        The function may run in another thread than the one that opened the lease and releases it.
+        The function may run in a different thread from the one that opened the lease and releases it.
         """
 
         def run_inside() -> R:
@@ -95,11 +95,14 @@ class StoreLease:
         return copy_context().run(run_inside)
 
     def awaited(self) -> AbstractContextManager[None]:
-        """Declare that this thread waits in the block for what others store under this lease (`RayStore.waiting`)."""
+        """Declare that, inside the block, this thread waits for others that store under this lease.
+
+        See `RayStore.waiting`.
+        """
         return self._store.waiting(self)
 
     def hold(self, batch: BatchedDataDict) -> None:
-        """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under.
+        """Also hold a batch's payloads under this lease, whatever lease they were stored under.
 
         Raises:
             DataError: one was released already.
@@ -107,10 +110,10 @@ class StoreLease:
         self._store._hold(self, handles_of(batch))
 
     def release(self) -> None:
-        """Give up all payloads; those that no other lease holds are freed. Releasing again does nothing.
+        """Release all payloads, freeing those that no other lease holds; releasing twice has no effect.
 
-        The lease that was current before is current again. A loop abandoned by an exception may release its leases
-        late, so released leases are skipped.
+        The previous lease becomes current again. A loop abandoned by an exception may release its leases late, so
+        released leases are skipped.
         """
         self._is_released = True
         self._store._release(self, list(self._handles))
@@ -123,7 +126,7 @@ _CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=Non
 
 
 def _current_leases() -> Iterator[StoreLease]:
-    """Yield the leases that this thread is inside of."""
+    """Yield the leases whose blocks this thread is in."""
     lease = _CURRENT.get()
     while lease is not None:
         yield lease
@@ -175,15 +178,15 @@ class RayStore:
         return sum(self._of_node.values())
 
     def spare(self, node: str) -> float:
-        """Return the bytes of a node's store that others than batches may take.
+        """Return the bytes of a node's store that are available to payloads other than batches.
 
-        That is up to where Ray would spill, without the node's share of the budget.
+        That is everything below the point at which Ray would spill, minus the node's share of the budget.
         """
         _, total = self._room().get(node, (0.0, 0.0))
         return max(0.0, _SPILLS_AT - self.budget / self.size) * total
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes under leases at once since the last call; permanent payloads do not count."""
+        """Return the peak number of bytes held by leases since the last call; permanent payloads do not count."""
         with self._changed:
             peak, self._peak = self._peak, self._leased
         return peak
@@ -194,9 +197,9 @@ class RayStore:
 
     @contextmanager
     def waiting(self, under: StoreLease | None = None) -> Iterator[None]:
-        """Declare that this thread waits for others in the block, and releases none of its leases.
+        """Declare that, inside the block, this thread waits for others and releases none of its leases.
 
-        If only such a release could give them room, they fail at once.
+        If only a release of one of its leases could give the others room, they fail at once.
 
         Args:
             under: the lease that the others store under; None for all other threads.
@@ -212,15 +215,15 @@ class RayStore:
                 self._waits.remove(wait)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
-        """Reserve bytes of each node under the current lease, waiting while room may become free.
+        """Reserve bytes on each node under the current lease, waiting as long as room may become free.
 
         Raises:
-            StoreFullError: there is none.
+            StoreFullError: there is not enough room.
         """
         started, size, lease = time.monotonic(), sum(sizes.values()), _CURRENT.get()
         with self._changed:
             while size and (short := self._shortage(sizes)) > 0:
-                frees_late = self.in_flight + size <= self.budget  # the bytes are there, Ray has yet to say so
+                frees_late = self.in_flight + size <= self.budget  # the room exists, but Ray has yet to report it
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
                 if self._unwaitable() + size > self.budget or time.monotonic() - started >= patience:
                     raise StoreFullError(role, method, size, short, self.in_flight, self.budget)
@@ -228,7 +231,7 @@ class RayStore:
             return Reservation(self, self._claim(dict(sizes), None if lease is None else {lease}))
 
     def _shortage(self, sizes: Mapping[str, int]) -> float:
-        """Return the bytes that are missing for these, 0 or less if none are."""
+        """Return how many bytes are missing for these sizes; 0 or less if there is room."""
         room = self._room()
         short = self.in_flight + sum(sizes.values()) - self.budget
         for node, size in sizes.items():
@@ -238,10 +241,10 @@ class RayStore:
         return short
 
     def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free: those under no lease, and those under some leases.
+        """Return the bytes that no wait of this thread can free: those under no lease, and those under certain leases.
 
-        These are its own, which it opened, since it releases them, or stores under; and those of threads that wait for
-        it.
+        These are leases that this thread opened (only it releases them) or stores under, and those opened by threads
+        that wait for it.
         """
         own, current, claims = threading.current_thread(), set(_current_leases()), list(self._claims)
         waiting = {thread for thread, under in self._waits if under is None or under in current}

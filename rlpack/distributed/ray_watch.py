@@ -1,7 +1,7 @@
 """Watches the Ray that this process uses, so that no wait for Ray outlasts it by more than seconds.
 
 A driver whose GCS or raylet ended, is stopped, or can't be reached waits a minute or for ever in Ray's own code, which
-then ends the process without a message. A thread therefore monitors both. Waits of the driver ask it and raise; a
+then ends the process without a message. A thread therefore monitors both. The driver's waits check it and raise; a
 driver that is stuck in Ray's code is ended.
 """
 
@@ -20,7 +20,7 @@ from rlpack.user_code import exit_now
 
 logger = logging.getLogger(__name__)
 
-# Polling intervals: of the daemons of a run's own Ray, and of those of a cluster, which are asked.
+# Polling intervals for the daemons of a run's own Ray, and for those of a cluster, which are probed.
 LOOK_S, _ASK_S = 0.25, 0.5
 _ANSWER_S = 1.0
 # A pause of the whole machine looks like one failure.
@@ -180,7 +180,7 @@ def end_process(error: Exception, kill: Callable[[], None]) -> None:
 
 @contextmanager
 def ended_at(deadline_s: float, error: Callable[[], Exception], kill: Callable[[], None]) -> Iterator[None]:
-    """At the deadline call `kill`, with which the block should fail; if it does not, end the process with `error`."""
+    """Call `kill` at the deadline, which should make the block fail; if it doesn't, end the process with `error`."""
     done = threading.Event()
 
     def wait() -> None:
@@ -227,6 +227,6 @@ def raise_if_ray_ended() -> None:
 
 
 def close_current() -> None:
-    """Wait until nothing that this process has started is left of its Ray."""
+    """Wait until all processes of its Ray that this process has started are gone."""
     while _CURRENT:
         _CURRENT.pop().close()

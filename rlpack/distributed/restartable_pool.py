@@ -1,8 +1,9 @@
-"""A pool of ranks that is waited for, and started again: one typed error for every failure.
+"""A pool of ranks that can be restarted; every failure of a wait becomes one typed error.
 
-The first failure kills the pool: the other ranks may be blocked in a collective that can't complete, and would stay so
-until its own timeout. If no role of the pool is trained, and a process died or hung, the pool is then started again and
-the calls that have no result yet are repeated (`rlpack.distributed.restarts`). An exception of a role is not repeated.
+The first failure kills the pool: the other ranks may be blocked in a collective that can't complete, and would stay
+blocked until it times out. If no role of the pool is trained, and a process died or hung, the pool is then started
+again and the calls that have no result yet are repeated (`rlpack.distributed.restarts`). An exception of a role is not
+repeated.
 
 Invariants of restarts (tests/distributed/test_restarts.py):
 
@@ -47,7 +48,7 @@ from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 
 logger = logging.getLogger(__name__)
 
-# The way out of a death or a hang that ends a run.
+# Advice after a death or a hang that ends a run.
 _RESUME = "resume=auto continues from the newest checkpoint, and supervise=N does so by itself"
 
 
@@ -55,8 +56,8 @@ class LostRanksError(Exception):
     """Processes of pools that can be started again died, or hung.
 
     Attributes:
-        error: the error that ends the run otherwise.
-        pools: the pools.
+        error: the error that ends the run if they can't be restarted.
+        pools: the pools that lost processes.
     """
 
     def __init__(self, error: RoleError, pools: set["RestartablePool"]) -> None:
@@ -68,7 +69,7 @@ class RestartablePool(ABC):
     """The processes of one pool.
 
     Attributes:
-        is_restartable: whether the processes are started again after a death or a hang: no role of theirs is trained.
+        is_restartable: whether the processes are started again after a death or a hang: none of their roles is trained.
         num_starts: how many times they were started.
     """
 
@@ -155,15 +156,15 @@ class RestartablePool(ABC):
         return self._wait(rank_calls(refs, role, method), self._start_s)
 
     def _start_again(self, lost: LostRanksError, num_starts: int) -> None:
-        """Start the processes again, unless another thread has, and repeat the calls that nobody waits for.
+        """Restart the processes, unless another thread has done so, and repeat the calls that no thread waits for.
 
         Args:
-            lost: what a call of the processes' start number `num_starts` raised.
-            num_starts: of the call that failed.
+            lost: the error of the call that failed.
+            num_starts: value of `self.num_starts` when that call was started.
 
         Raises:
             RoleError: that of `lost`, since the role was started again too often; or a process failed to start.
-            LostRanksError: this is a call of `after_restart`'s functions; the restart begins again.
+            LostRanksError: a function given to `after_restart` made the call; the restart begins again.
         """
         with self._submitting:
             if self._is_restarting:

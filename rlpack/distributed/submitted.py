@@ -2,8 +2,8 @@
 
 Invariants (tests/unit/distributed/test_submitted.py):
 
-1. only calls that were submitted before another one can hold it up, because a rank runs its calls in this order; of
-   calls that were given to single ranks, and so take part in no collective, only those on the same ranks;
+1. a call can be held up only by calls that were submitted before it, because a rank runs its calls in this order. Calls
+   to single ranks take part in no collective, so they hold up only calls on the same ranks;
 2. discarding leaves nothing behind: no call is named in a later error, or delays a later deadline.
 """
 
@@ -25,13 +25,13 @@ class SubmittedCall:
 
     Attributes:
         call: the call.
-        call_id: by which ranks know it.
+        call_id: id by which ranks know the call.
         calls: its parts on each rank.
         unfinished: the parts that have no known answer yet, by reference.
-        num_starts: how many times the ranks had been started by then.
-        actors: those of all ranks as it was started.
+        num_starts: how many times the ranks had been started when the call was last started.
+        actors: actors of all ranks when the call was last started.
         thread: identifier of the thread that submitted it.
-        began: `time.monotonic()` as it was started.
+        began: `time.monotonic()` when the call was last started.
     """
 
     call: Call
@@ -79,7 +79,7 @@ class SubmittedCalls:
             self._calls.pop(call_id, None)
 
     def record_answer(self, ref: ray.ObjectRef) -> None:
-        """Record that a rank has answered: it does not hold up later calls any more."""
+        """Record that a rank has answered: it no longer holds up later calls."""
         with self._lock:
             for submitted in self._calls.values():
                 submitted.unfinished.pop(ref, None)

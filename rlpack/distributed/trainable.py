@@ -39,7 +39,7 @@ class Trainable(ABC):
         Training may change the state as soon as this returns. `finish_save` follows before the next save.
 
         Args:
-            folder: as of `save`.
+            folder: see `save`.
             timeout_s: timeout of communication between ranks while they write, in seconds.
         """
         self.save(folder)

@@ -1,4 +1,4 @@
-"""What calls take on their ranks: time, and peak memory of the rank's process.
+"""Resources that calls use on their ranks: time, and peak memory of the rank's process.
 
 Measured on the ranks, because a driver that waits for a call also waits for earlier calls of the same processes.
 """
@@ -16,11 +16,11 @@ import torch
 
 @dataclass(frozen=True)
 class Usage:
-    """What one call, or several, took.
+    """Resources used by one call, or by several.
 
     Attributes:
-        seconds: of the slowest rank; of several calls, their sum.
-        resident: peak resident memory of a rank's process since its start, in bytes, of the rank with most.
+        seconds: time of the slowest rank; for several calls, the sum.
+        resident: peak resident memory of a rank's process since its start, in bytes; the maximum over ranks.
         allocated: peak GPU memory of tensors (`torch.cuda.max_memory_allocated`), in bytes; 0 without a GPU.
         reserved: peak GPU memory of PyTorch's allocator (`torch.cuda.max_memory_reserved`), in bytes.
     """
@@ -47,14 +47,14 @@ class Usage:
 
 
 class Measured(NamedTuple):
-    """The result of a call on a rank, and what it took there."""
+    """The result of a call on a rank, and the resources that it used there."""
 
     result: Any
     usage: Usage
 
 
 def merged(usages: Iterable[Usage], seconds: float | None = None) -> Usage:
-    """Return the maximum of each number over ranks; `seconds` replaces that of the time.
+    """Return the maximum of each number over ranks; `seconds`, if given, overrides the time.
 
     >>> merged([Usage(1.0, 5), Usage(2.0, 3)])
     Usage(seconds=2.0, resident=5, allocated=0, reserved=0)
@@ -69,7 +69,7 @@ def merged(usages: Iterable[Usage], seconds: float | None = None) -> Usage:
 
 
 class UsageLog:
-    """What the calls of a pool took since the last request, by role and method; threads may share it."""
+    """Resources used by a pool's calls since the last request, by role and method; threads may share it."""
 
     def __init__(self) -> None:
         self._usages: dict[tuple[str, str], Usage] = {}

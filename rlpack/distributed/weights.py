@@ -112,14 +112,14 @@ class WeightChannel(Generic[S, T]):
 
     Attributes:
         version: number of updates so far, the policy version of the newest.
-        is_published: whether engines have got weights by this channel.
-        is_sending: whether an update is under way. If the target is started again meanwhile, the update is, too.
+        is_published: whether engines have received weights through this channel.
+        is_sending: whether an update is under way. If the target is restarted meanwhile, so is the update.
         keeps: whether the weights that were published last stay in the object store until the next publication, so
             that `publish_again` sends them even if the source has others by then.
     """
 
     def __init__(self, source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
-        """Agree on the buckets; nothing is kept.
+        """Agree on the buckets; the channel keeps no weights until `keeps` is set.
 
         Raises:
             RoleError: the source's weights do not fit the target, or a rank died or missed the deadline.

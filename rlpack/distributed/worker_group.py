@@ -120,8 +120,7 @@ class Ranks(Protocol):
 class WorkerGroup(Generic[W]):
     """The ranks of one role.
 
-    `seed`, an integer that the driver sets at each step, is that of the packer `first_fit_shuffle` in the group's
-    plans.
+    `seed`, an integer that the driver sets at each step, seeds the packer `first_fit_shuffle` in the group's plans.
 
     Methods are named by the function itself, `group.run(ActorWorker.logprobs, batch)`, so a type checker checks the
     arguments and a rename finds every caller. The role's own class may override the method: then its version runs, as
@@ -139,7 +138,7 @@ class WorkerGroup(Generic[W]):
         producers: Producers | None = None,
         layout: ParallelLayout | None = None,
     ) -> None:
-        """Take the processes of a role.
+        """Wrap the processes of a role.
 
         Args:
             role: its name.
@@ -193,7 +192,7 @@ class WorkerGroup(Generic[W]):
             batch: `input_ids`, whose tokens are counted; rows without tokens all weigh the same.
             mini_batches: split it into optimizer steps of the role's mini-batch size.
             whole_groups: keep all rows with the same `group_ids` in one microbatch.
-            batching: batching of this call, aligned as the role's; None for the role's.
+            batching: batching of this call, aligned like the role's; None for the role's own.
 
         Raises:
             PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
@@ -225,7 +224,7 @@ class WorkerGroup(Generic[W]):
     def run_at_every_start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role as `run` does, and again whenever its ranks are started again.
 
-        For methods that give the role its state, such as weights: a rank that is started again is only built.
+        Use it for methods that set the role's state, such as its weights: a restart only builds the role.
         """
         result = self.run(method, *args, **kwargs)
         self.ranks.after_restart(lambda: self._run_again(method, *args, **kwargs))
@@ -279,7 +278,8 @@ class WorkerGroup(Generic[W]):
             method: the method.
             batch: the rows.
             args: further arguments of the method.
-            of_start: `ranks.num_starts` at the first call of those whose rows the rank may hold; None for now.
+            of_start: `ranks.num_starts` at the first call whose rows the rank may still hold; None for the current
+                value.
             answer_s: deadline of the answer, in seconds from now; None for that of `Pending.result`.
 
         Raises:
