@@ -18,28 +18,29 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 
 1. `take` at step b starts all batches up to b + lead that were not started, in order, and returns batch b. Nothing else
    starts a batch. Each is started once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
-   replaced or dropped. `end` says that no step takes a batch any more: after the last step, Ctrl-C or an error.
-2. Batches divide the stream of prompts: each begins where the one before it ends. That is known once that one is drawn,
-   or before, if the recipe draws `trainer.prompts_per_step` prompts for every batch (`RecipeSpec.draws_once`). Only
-   then are several drawn at a time.
+   replaced or dropped. `end` declares that no further step takes a batch: after the last step, Ctrl-C or an error.
+2. Batches divide the stream of prompts: each begins where the one before it ends. That position is known once the
+   earlier batch is drawn, or in advance if the recipe draws `trainer.prompts_per_step` prompts for every batch
+   (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time.
 3. `publish` is called once per step. At most `lead` versions therefore appear between the start of batch b and step b,
    which takes it. With drain, `publish` waits for the started batch before it loads weights, so all tokens of a
-   batch have one version. `take` reads the tokens' versions and checks all of this nevertheless.
+   batch have one version. `take` nevertheless reads the tokens' versions and checks all of this.
 4. A checkpoint is written between steps. With drain it holds the waiting batch, which is drawn by then, so a resumed
    run trains on the same batch, bit for bit, and then draws from the same position of the stream. With in_flight, it
    holds where the waiting batches begin. All of them are drawn again as a whole, from the same positions and seeds,
-   with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the moments of
-   publication do. Batches that were drawn are not kept: they tend to be those of short responses, and if the others
-   got a second chance to be short, responses of a resumed run would be shorter than those of an uninterrupted one.
-   What `trainer.late_groups.window` leaves of a batch is held (`rlpack.recipes.driver.late_groups`).
-5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, for publications, and for
-   slots that threads of earlier batches want, too; the main thread waits for them. They are never waited for by a call
-   that they wait for, because a pool that generates runs no role of the main thread (`rlpack.config.ahead_rules`). If
-   all engines have failed, a thread waits for the next publication, which replaces them; while the main thread waits
-   for a batch itself, it replaces them. An evaluation can't wait for new weights: once only a publication could replace
-   its engines, it fails. The other threads may wait for room in the object store, which the main thread gives by
-   releasing a step's payloads and its batch: `publish` does so before it waits. A draw that the main thread waits for
-   itself, and that only it could give room, fails at once (`rlpack.distributed.ray_store`).
+   with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the times of
+   publication do. Batches that were drawn are not kept: they tend to be those with short responses. If the others got a
+   second chance to be short, a resumed run would have shorter responses than an uninterrupted one. Groups that
+   `trainer.late_groups.window` leaves to later steps are held (`rlpack.recipes.driver.late_groups`).
+5. Every wait ends. The other threads wait only for calls of roles, which have deadlines, for publications, and for
+   slots that threads of earlier batches also want. The main thread waits for the other threads, but no call that they
+   wait for waits for them, because a pool that generates runs no role of the main thread (`rlpack.config.ahead_rules`).
+   If all engines have failed, a thread waits for the next publication, which replaces them; while the main thread
+   itself waits for a batch, it replaces them. An evaluation can't wait for new weights: once only a publication could
+   replace its engines, it fails. The other threads may wait for room in the object store. The main thread makes room by
+   releasing a step's payloads and its batch, which `publish` does before it waits. If the main thread is waiting for a
+   draw, and only its own releases could make room for that draw, the draw fails at once
+   (`rlpack.distributed.ray_store`).
 
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
@@ -48,8 +49,8 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn, of which
    only that of step n + 1 goes before it. Neither order adds a publication between the start of a batch and the step
    that takes it, so the bound stays `lead`. The evaluation waits only for calls of roles, so it ends, and then the draw
-   and the publication that wait for it do. Evaluations before the first step and after the last have no step that
-   trains meanwhile, and are waited for.
+   and the publication that wait for it do. No step trains during evaluations before the first step and after the last,
+   so these are waited for.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
@@ -95,7 +96,7 @@ class AheadQueue:
     """The batches of a recipe's steps, drawn up to `trainer.lead` steps ahead."""
 
     def __init__(self, session: Session, draw: Draw, draw_groups: DrawGroups = draw_groups) -> None:
-        """Take the recipe's draw, and the batches in the checkpoint that the session was restored from, if any.
+        """Store the recipe's draw, and restore the batches in the checkpoint that the session continues from, if any.
 
         Create it before the first publication of weights: a restored run continues to count policy versions.
 
@@ -116,14 +117,14 @@ class AheadQueue:
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
         self._has_ended = False
         self._failure: Exception | None = None
-        self._is_checked = self._in_flight and self._late is None  # whose checkpoints hold no rows
+        self._is_checked = self._in_flight and self._late is None  # such runs' checkpoints hold no rows
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
         if self._lead and folder is not None and folder.exists():
             self._restore(folder)
 
     def take(self, step: StepContext) -> Batch:
-        """Return the batch of a step, and begin later ones; a step that failed and is run again gets the same batch.
+        """Return the batch of a step, and start later ones; a step that failed and is run again gets the same batch.
 
         Raises:
             RoleError: drawing the batch failed.
@@ -169,8 +170,8 @@ class AheadQueue:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
 
         With drain, the started batch is drawn by then, too. If its draw failed, nothing is sent, and
-        `raise_failure` raises its error once the step is committed. The step has done with its batch: with a lead, its
-        payloads and those of the batch are released first, because draws may wait for room.
+        `raise_failure` raises its error once the step is committed. The step no longer needs its batch: with a lead,
+        its payloads and those of the batch are released first, because draws may wait for room.
 
         Raises:
             RoleError: the evaluation or the transfer failed.
@@ -188,7 +189,7 @@ class AheadQueue:
         sync_weights(self._session, step)
 
     def raise_failure(self) -> None:
-        """Raise what the draw raised for which nothing was published; called once the step is committed.
+        """Raise the error of a draw because of which nothing was published; called once the step is committed.
 
         Raises:
             RoleError: drawing the batch failed.
@@ -197,7 +198,7 @@ class AheadQueue:
             raise self._failure
 
     def _failure_of_draw(self) -> Exception | None:
-        """Wait until all started batches are drawn; return what a draw raised, None if none did."""
+        """Wait until all started batches are drawn; return the error of a failed draw, or None."""
         try:
             self.drain()
         except Exception as error:  # noqa: BLE001 - `raise_failure` raises it
@@ -207,14 +208,14 @@ class AheadQueue:
     def end(self) -> None:
         """End the queue: no more batches are taken or started.
 
-        The run ends, so draws that are under way lose their roles. That they fail is no longer worth a warning.
+        The run is ending, so draws under way lose their roles; their failure no longer causes a warning.
         """
         self._has_ended = True
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint where the batches that wait begin; with drain, the batches, too.
+        """Write the start positions of the waiting batches into a checkpoint; with drain, also the batches.
 
-        With in_flight, a batch whose draw has failed is one of them: the steps before it are complete. Late groups are
+        With in_flight, this includes a batch whose draw has failed: the steps before it are complete. Late groups are
         waited for and written.
 
         Raises:
@@ -230,10 +231,10 @@ class AheadQueue:
         write_batches(self._session, folder / FOLDER, [*late, *waiting])
 
     def _take_next(self, step: StepContext) -> None:
-        """Make the first waiting batch the taken one; draw it now if none waits."""
+        """Take the first waiting batch; if none is waiting, draw one now."""
         self._release_taken()
         for started in self._waiting:
-            if started.call is None and started.rollouts is None:  # of a checkpoint, with in_flight
+            if started.call is None and started.rollouts is None:  # restored from a checkpoint, with in_flight
                 self._start(started)
         if not self._waiting and not self._draws_ahead:
             started = self._new_batch(step.number, step.progress.prompts_consumed)
@@ -275,7 +276,7 @@ class AheadQueue:
             self._begin(last.context.number + 1, start)
 
     def _begin(self, number: int, start: int) -> None:
-        """Begin the batch of a step."""
+        """Start the batch of a step."""
         started = self._new_batch(number, start)
         self._waiting.append(started)
         self._start(started)
@@ -289,7 +290,7 @@ class AheadQueue:
         started.call = BackgroundCall(partial(self._draw_in_background, started.context, draw), name="draw")
 
     def _draw_in_background(self, context: StepContext, draw: Callable[[], BatchedDataDict]) -> BatchedDataDict:
-        """Return the scored rollouts of a step; the step raises what this raises, and the log has it at once."""
+        """Return the scored rollouts of a step; an error is logged at once, and raised by the step."""
         try:
             return context.lease.run(draw)
         except Exception as error:
@@ -306,7 +307,7 @@ class AheadQueue:
         return StartedBatch(StepContext(number, progress, lease=lease), start)
 
     def _draw(self, context: StepContext, groups: GroupsByEnd | None = None) -> BatchedDataDict:
-        """Return the scored rollouts of a step; if `groups` is given, add them to it one by one, too."""
+        """Return the scored rollouts of a step; if `groups` is given, also add them to it group by group."""
         if not self._in_flight:
             self._session.evaluations.wait()
         try:
@@ -319,7 +320,7 @@ class AheadQueue:
         except RoleError as error:
             error.phase, error.step = context.progress.phase, context.number
             raise
-        if not self._is_checked:  # at the first step, and not at the first checkpoint
+        if not self._is_checked:  # so that it fails at the first step rather than the first checkpoint
             check_lists(self._session.store.fetch(scored))
             self._is_checked = True
         return scored

@@ -1,6 +1,6 @@
 """The batches that are drawn ahead (`rlpack.recipes.driver.ahead`), in a checkpoint.
 
-A folder has the list of the batches that wait and, of those whose rows it holds, one folder each.
+A folder holds the list of waiting batches, and a subfolder for each batch whose rows are stored.
 """
 
 import json
@@ -58,7 +58,7 @@ def _entry(session: Session, target: Path, started: StartedBatch, rows: BatchedD
 
 
 def check_late_window(session: Session, folder: Path, number: int) -> None:
-    """Raise if groups that a checkpoint holds of batch `number` are too old for the next step.
+    """Raise if the groups of batch `number` in a checkpoint are too old for the next step.
 
     Raises:
         CheckpointError: `trainer.late_groups.window` is smaller than it was.
@@ -73,7 +73,7 @@ def check_late_window(session: Session, folder: Path, number: int) -> None:
 
 
 def check_prompts_per_step(config: Config, folder: Path, saved: int) -> None:
-    """Raise if prompts would be trained on twice or never, because batches begin where others don't end.
+    """Raise if prompts would be trained on twice or never, because a batch doesn't begin where the last one ends.
 
     Raises:
         CheckpointError: `trainer.prompts_per_step` has changed.

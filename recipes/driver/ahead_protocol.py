@@ -1,4 +1,4 @@
-"""What a session needs of the queue of batches that are drawn ahead (`rlpack.recipes.driver.ahead`)."""
+"""The interface of the queue of batches that are drawn ahead (`rlpack.recipes.driver.ahead`), as a session needs it."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ class Ahead(Protocol):
         ...
 
     def raise_failure(self) -> None:
-        """Raise what ends the run after the step that was committed last, if anything does."""
+        """Raise the error, if any, that ends the run after the last committed step."""
         ...
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The passes over a rollout batch: in arrival order, or with its rows dealt to other mini-batches in each.
+"""Passes over a rollout batch: in arrival order, or with rows reassigned to other mini-batches in each pass.
 
 A permutation is a function of the run's seed, the step and the pass, so a resumed run repeats it.
 """
@@ -28,7 +28,7 @@ def passes(
     Args:
         session: the run.
         step: the step in progress.
-        role: that is updated.
+        role: the role that is updated.
         batch: the rows, with their loss weights.
         plan: their plan in mini-batches.
         weigh: returns the loss weights of rows for a plan.

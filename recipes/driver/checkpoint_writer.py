@@ -25,7 +25,8 @@ from rlpack.worker import Trainable
 
 Groups = Mapping[str, WorkerGroup[Any]]
 
-# Ranks wait for their files a little shorter than the driver waits for their answer, which names the folder.
+# Ranks stop waiting for their files a little before the driver stops waiting for their answer: their error names the
+# folder.
 _SHARE_OF_CALL = 0.9
 
 
@@ -147,6 +148,6 @@ class CheckpointWriter:
         for group in checkpoint.groups.values():
             group.run(Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)
         commit = partial(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
-        # Unlike an executor's, this thread keeps no command that has given up waiting from ending.
+        # Unlike an executor's threads, this one lets a command that has given up waiting exit.
         checkpoint.commit = BackgroundCall(commit, name="checkpoint")
         return checkpoint.commit

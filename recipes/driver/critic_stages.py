@@ -74,7 +74,7 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
         counts = rows["value_tokens"].where(rows["valid"], 0)
         return {"loss_weight": step_weights(counts, own, session.config.algorithm)["token_weight"]}
 
-    # The `loss_weight` of the batch is that of the actor's loss.
+    # The batch's own `loss_weight` belongs to the actor's loss.
     batch = rollouts.drop(["loss_weight"]).union(weigh(rollouts, plan))
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)

@@ -44,7 +44,7 @@ def draw_rollouts(session: Session, step: StepContext) -> Batch:
 
 
 def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:
-    """Generate what `draw_rollouts` does, and report groups as soon as they end."""
+    """Generate the same responses as `draw_rollouts`, and report groups as soon as they end."""
     prompts = draw_prompts(session, step)
 
     def submit(part: BatchedDataDict) -> None:
@@ -59,5 +59,5 @@ def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch]
 
 
 def as_scored(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Return rollouts that have their rewards already."""
+    """Return rollouts that already have rewards."""
     return rollouts

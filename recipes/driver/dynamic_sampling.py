@@ -22,7 +22,7 @@ def sample_informative_groups(
     Args:
         session: the run.
         step: the step in progress.
-        max_rounds: most rounds of drawing prompts.
+        max_rounds: maximum number of rounds of drawing prompts.
         overlong_buffer: tokens at the end of `rollout.max_new_tokens` over which the length penalty rises; 0 for none.
         overlong_penalty: the penalty at the end of the buffer.
     """

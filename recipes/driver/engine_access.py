@@ -1,13 +1,13 @@
-"""Who may use the engines: any number of generations at once, or one publication of weights.
+"""Access to the engines: any number of generations at once, or one publication of weights.
 
     generation      with access.generation() as number:     draws batches; evaluates
     publication     with access.publication():              waits until no generation has a call under way
 
 With `rollout.publish=in_flight`, generations continue after a publication, with the new weights: each calls
-`wait_for_turn` between its calls. Otherwise, generations have ended before weights are published, and all of this
-returns at once.
+`wait_for_turn` between its calls. Otherwise, generations have ended before weights are published, and all of these
+calls return at once.
 
-Generations share what is known of the engines: one that failed (`failed`) gets no rows of any generation until it is
+Generations share the record of failed engines (`failed`): a failed engine gets no rows from any generation until it is
 replaced, which a publication does before it sends weights.
 
 Deadlines: a generation's calls end within their own deadline, so a publication waits at most that long; a generation
@@ -39,7 +39,7 @@ class EngineAccess:
     Invariants (tests/unit/recipes/driver/test_engine_access.py):
 
     1. while a publication runs, no generation has a call under way;
-    2. a publication that waits comes before the next calls of all generations, so that it can't wait for ever;
+    2. a waiting publication takes precedence over the next calls of all generations, so it can't wait for ever;
     3. an engine that failed is in `failed` until it was replaced.
 
     Attributes:
@@ -49,7 +49,7 @@ class EngineAccess:
     """
 
     def __init__(self, *, are_concurrent: bool) -> None:
-        """Start without any.
+        """Start with no generations and no publications.
 
         Args:
             are_concurrent: whether generations run at the same time; otherwise, one that begins supersedes those that
@@ -107,7 +107,7 @@ class EngineAccess:
             self._replaced_at.update({rank: int(is_new) for rank, is_new in enumerate(are_new)})
 
     def engine_of(self, rank: int) -> EngineId:
-        """Return what tells the engine of a rank from those that it had before."""
+        """Return an id that distinguishes the engine of a rank from the rank's earlier ones."""
         with self._changed:
             return rank, self._num_starts, self._replaced_at[rank]
 
@@ -163,7 +163,7 @@ class EngineAccess:
         """Wait until a publication has ended, which replaces engines that failed.
 
         Raises:
-            RoleError: none came.
+            RoleError: no publication ended in time.
         """
         with self._changed:
             epoch, self._needs_engines = self.epoch, True

@@ -40,7 +40,7 @@ def engines_awake(session: Session, step: StepContext) -> Iterator[None]:
 
 
 def wake_engines(session: Session, step: StepContext) -> None:
-    """Wake the engines if they sleep; replace those that failed, and publish weights again that are missing.
+    """Wake the engines if they sleep; replace those that failed, and publish missing weights again.
 
     Raises:
         RoleError: see `engines_awake`.

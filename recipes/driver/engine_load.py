@@ -61,7 +61,10 @@ class EngineLoad:
             return dict(self._rows)
 
     def pop_idle_share(self) -> float | None:
-        """Return the share of the time since the last call in which ranks had no row, their mean; None without any."""
+        """Return the share of the time since the last call in which a rank had no row, averaged over ranks.
+
+        It is None without ranks.
+        """
         with self._lock:
             self._settle()
             elapsed, self._since = self._last - self._since, self._last

@@ -1,12 +1,12 @@
-"""Engines that are replaced after a failure, and what they get whose ranks were started again.
+"""Replace engines after a failure, and restore engines whose ranks were restarted.
 
-These get the buckets of the weights, and the weights if that is possible.
-A new engine has the weights of the configuration's model. It must never sample with them, so it refuses until weights
-are published. Streaming engines get them from the router, like an engine that failed (`rlpack.recipes.driver.router`);
-others at once, by a new publication under the version that they had.
+The latter agree on the buckets of the weights again, and get the weights if that is possible. A new engine has the
+weights of the configuration's model. It must never sample with them, so it refuses until weights are published.
+Streaming engines get them from the router, like an engine that failed (`rlpack.recipes.driver.router`); others at once,
+through a new publication under the version that they had.
 
 With `trainer.lead` and `rollout.publish=drain`, engines may fail while the actor's weights are newer than theirs. So
-the published ones are kept in the object store, where there is room for them (`keep_weights`).
+the published weights are kept in the object store, if there is room for them (`keep_weights`).
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAccess) -> None:
-    """Start a new engine for each that can't answer any more, and count them; weights have to follow.
+    """Start a new engine for each one that can no longer answer, and count them; weights have to follow.
 
     Raises:
         RoleError: an engine did not start, or a rank died or missed its deadline.
@@ -62,13 +62,13 @@ def restore_engines(
     canary: Tensor,
     main_thread: threading.Thread,
 ) -> None:
-    """Bring engines that were started again to the state of the last publication; called before calls are repeated.
+    """Restore restarted engines to the state of the last publication; called before calls are repeated.
 
     A publication that is under way is repeated by itself.
 
     Args:
         rollout: the role.
-        channel: of the actor's weights.
+        channel: channel of the actor's weights.
         engine: `rollout.engine`.
         canary: token ids, int64 [R, L].
         main_thread: the thread that trains the actor.
@@ -86,10 +86,10 @@ def restore_engines(
 
 
 def keep_weights(channel: WeightChannel[ActorWorker, RolloutWorker], config: Config, store: Store) -> None:
-    """Let a channel keep the weights that it published last, if a batch may be drawn while the actor has others.
+    """Make a channel keep the last published weights, if a batch may be drawn while the actor has newer ones.
 
-    They lie on the nodes of the ranks that export them, and have the part of these nodes' object stores that batches
-    don't claim. If they don't fit, a warning says so.
+    They are stored on the nodes of the ranks that export them, in the part of the object store that batches don't
+    claim. If they don't fit, a warning says so.
     """
     if not config.trainer.lead or config.rollout.publish != "drain":
         return

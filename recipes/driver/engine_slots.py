@@ -1,12 +1,12 @@
 """EngineSlots: which generation may give rows to which engine, if several run at the same time.
 
-Batches that are drawn ahead share the engines, each with a router of its own. Every generation has a turn: the step
-that waits for it, and its place among those that this step waits for. Invariants
+Batches that are drawn ahead share the engines, each with its own router. Every generation has a turn: the step that
+waits for it, and its place among those that this step waits for. Invariants
 (tests/unit/recipes/driver/test_engine_slots.py, test_router.py):
 
-1. a generation gives rows to an engine only while no generation of an earlier turn has rows that wait for one or are
-   on their way there, or is expected to come. Engines run rows in the order in which they got them, so no row of a
-   later batch comes before one of an earlier batch. Rows in flight stay where they are, whatever comes;
+1. a generation gives rows to an engine only while no generation with an earlier turn is expected, or has rows that wait
+   for an engine or are being sent to one. Engines run rows in the order in which they got them, so no row of a later
+   batch comes before one of an earlier batch. Rows in flight are never moved;
 2. an engine has fewer than `capacity` rows of all generations together in flight when it gets a group. So a row that
    an earlier batch has to generate again waits for the next free place, and for nothing that was queued meanwhile;
 3. a group goes to the engine with the fewest tokens in flight, of all generations together.
@@ -40,10 +40,10 @@ class EngineSlots:
     """The rows that wait and those in flight, of all generations."""
 
     def __init__(self, load: EngineLoad, *, are_concurrent: bool) -> None:
-        """Start without any.
+        """Start without rows.
 
         Args:
-            load: measures them.
+            load: counts the rows in flight and those that wait.
             are_concurrent: whether generations run at the same time; otherwise, one that begins supersedes those that
                 were given up.
         """
@@ -59,19 +59,19 @@ class EngineSlots:
             self._expected.add(turn)
 
     def expect_no_more(self, turn: Turn) -> None:
-        """Wait for no generation of this turn any more, if none has begun."""
+        """Stop waiting for a generation of this turn, if none has begun."""
         with self._changed:
             self._expected.discard(turn)
             self._tell()
 
     @contextmanager
     def share(self, turn: Turn, rows: int, ranks: Iterable[int], capacity: int) -> "Iterator[EngineShare]":
-        """Yield what a generation has of the engines; what it has in flight and waiting is forgotten after the block.
+        """Yield a generation's share of the engines; its rows no longer count after the block.
 
         Args:
-            turn: of the generation.
-            rows: how many rows wait.
-            ranks: of the engines.
+            turn: turn of the generation.
+            rows: number of rows that wait.
+            ranks: ranks of the engines.
             capacity: rows that an engine runs at once.
         """
         share = EngineShare(self, turn, rows, ranks, capacity)
@@ -99,10 +99,10 @@ class EngineSlots:
 
 
 class EngineShare:
-    """What one generation has of the engines."""
+    """One generation's share of the engines."""
 
     def __init__(self, slots: EngineSlots, turn: Turn, rows: int, ranks: Iterable[int], capacity: int) -> None:
-        """Use `EngineSlots.share`."""
+        """Create a share; call `EngineSlots.share` instead of this."""
         self._slots, self._turn, self._waiting, self._capacity = slots, turn, rows, capacity
         self._rows: Counter[int] = Counter(dict.fromkeys(ranks, 0))
         self._tokens: Counter[int] = Counter()
@@ -112,9 +112,9 @@ class EngineShare:
         """Give rows that wait to the engine with the fewest tokens in flight; return its rank. `sent` has to follow.
 
         Args:
-            ranks: which may get them.
-            rows: how many.
-            tokens: their prompts and longest responses together.
+            ranks: ranks that may get them.
+            rows: number of rows.
+            tokens: tokens of their prompts and longest possible responses together.
 
         Returns:
             None if none of the engines has room, or if it is the turn of another generation.
@@ -185,7 +185,7 @@ class EngineShare:
         self._slots._load.add(rank, rows)
 
     def _forget(self) -> None:
-        """Count nothing any more."""
+        """Stop counting this share's rows."""
         self._slots._load.queue(-self._waiting)
         for rank, rows in self._rows.items():
             self._slots._load.add(rank, -rows)

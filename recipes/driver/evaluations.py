@@ -9,7 +9,7 @@
 1. an evaluation has ended and is logged before new weights are published, and before the next step is committed;
 2. a checkpoint says whether its step's evaluation has still to be logged; a resumed run then evaluates again, with the
    weights of the checkpoint;
-3. an evaluation that failed isn't done: it raises in the step that waits for it, and `Session.steps` repeats it.
+3. a failed evaluation isn't done: its error is raised in the step that waits for it, and `Session.steps` repeats it.
 """
 
 import copy
@@ -81,7 +81,7 @@ class Evaluations:
     """
 
     def __init__(self) -> None:
-        """Start without any."""
+        """Start with no evaluation under way."""
         self.done: Place | None = None
         self.is_due = False
         self._under_way: _UnderWay | None = None
@@ -106,7 +106,7 @@ class Evaluations:
         self._under_way = _UnderWay(place, context, call)
 
     def wait(self) -> None:
-        """Wait for the end of the evaluation under way, whatever comes of it."""
+        """Wait until the evaluation under way has ended, even if it fails."""
         under_way = self._under_way
         while under_way is not None and not under_way.call.wait(_LOOK_S):
             pass
@@ -115,7 +115,7 @@ class Evaluations:
         """Wait for the evaluation under way, and return its context to log; None if there is none.
 
         Raises:
-            RoleError: it failed, or all of its engines did, which can't get the weights that it began with any more.
+            RoleError: it failed, or all of its engines failed and can no longer get the weights that it began with.
             StalenessError: it has tokens of other weights.
         """
         under_way = self._under_way
@@ -139,11 +139,11 @@ class Evaluations:
             self._lost_at = access.epoch
 
     def end(self) -> None:
-        """Give up: the run ends, so an evaluation that is under way loses its roles, which is not worth a warning."""
+        """Give up: the run is ending, so an evaluation under way loses its roles; its failure causes no warning."""
         self._has_ended = True
 
     def _run(self, place: Place, context: StepContext, evaluate: Callable[[], Any]) -> None:
-        """Evaluate; the step that waits raises what this raises, and the log has it at once."""
+        """Evaluate; an error is logged at once, and raised by the step that waits."""
         self._thread = threading.current_thread()
         try:
             with context.timer("evaluate"):

@@ -3,8 +3,8 @@
 Invariants (tests/unit/recipes/driver/test_late_groups.py):
 
 1. every group that is added is popped once;
-2. what is counted as groups are scored is there no later than the groups, so that popping the last ones of a batch
-   and then the counts yields all counts.
+2. counts are available no later than the groups that were scored with them, so popping the last groups of a batch and
+   then the counts yields all counts.
 """
 
 import threading
@@ -19,12 +19,12 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.step_context import StepContext
 
-# Metrics of a score that count something, and so add up over parts.
+# Scoring metrics that are counts, and therefore add up over parts.
 _COUNTED = frozenset(
     f"reward/{name}" for name in ("timeouts", "errors", "killed", "invalid", "output_bytes", "retries")
 )
-# Threads that wait for scores of one batch. A role scores in about the order of its calls, so that few scores wait for
-# a thread although they are there.
+# Threads that wait for scores of one batch. A role scores in about the order of its calls, so few finished scores have
+# to wait for a thread.
 MOST_THREADS = 16
 # Interval at which a wait for another thread can be interrupted.
 _LOOK_S = 1.0
@@ -34,10 +34,10 @@ class GroupsByEnd:
     """Whole groups of one batch, each available once it is scored."""
 
     def __init__(self, context: StepContext) -> None:
-        """Start without any group.
+        """Start without groups.
 
         Args:
-            context: of the batch; its lease holds what the scores store.
+            context: context of the batch; its lease holds the payloads that scoring stores.
         """
         self._context = context
         self._changed = threading.Condition(threading.RLock())
@@ -49,7 +49,7 @@ class GroupsByEnd:
         self._error: BaseException | None = None
 
     def add(self, part: Batch) -> None:
-        """Take groups whose rewards are pending; one of `MOST_THREADS` threads waits for these."""
+        """Add groups whose rewards are pending; one of `MOST_THREADS` threads waits for the rewards."""
         with self._changed:
             self._num_scoring += 1
             self._parts.append(part)
@@ -59,7 +59,7 @@ class GroupsByEnd:
         BackgroundCall(self._score_parts, name="score")
 
     def add_scored(self, rollouts: BatchedDataDict) -> None:
-        """Take groups that are scored."""
+        """Add groups that are already scored."""
         with self._changed:
             self._all.append(rollouts)
             self._ended.append(rollouts)
@@ -67,14 +67,14 @@ class GroupsByEnd:
             self._changed.notify_all()
 
     def wait(self, count: int, timeout_s: float) -> bool:
-        """Wait until `count` groups have ended since the beginning, at most as long; return whether they have."""
+        """Wait up to `timeout_s` until `count` groups in total have ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_ended >= count, timeout=timeout_s)
 
     def all_scored(self) -> BatchedDataDict:
-        """Return all groups that were added once they are scored, or raise what a score raised.
+        """Wait until all added groups are scored and return them, or raise the error of scoring.
 
-        Rewards have a deadline, so this ends. The time is that of `time/reward_s`.
+        Rewards have a deadline, so this ends. The wait is recorded as `time/reward_s`.
         """
         with self._context.timer("reward"), self._changed:
             while self._num_scoring and self._error is None:
@@ -89,7 +89,7 @@ class GroupsByEnd:
             return _in_order(self._ended) if self._ended else None
 
     def pop(self) -> BatchedDataDict | None:
-        """Return what `rows` does, and forget it."""
+        """Return the same groups as `rows`, and forget them."""
         with self._changed:
             rows = self.rows()
             self._ended.clear()

@@ -1,6 +1,6 @@
 """A window for stragglers (`trainer.late_groups.window`): a step need not wait for the last groups of its batch.
 
-Step b takes its own batch b, and what is left of earlier ones, as far as their groups have ended:
+Step b takes the groups that have ended, of its own batch b and of what is left of earlier batches:
 
 1. It waits until all but `floor(share · P)` of the P groups of batch b have ended, and until all groups have ended
    whose window closes: those of batch b - w + 1 for a window of w steps, and at the last step all of them.
@@ -19,10 +19,12 @@ ceil(k / p). No token is therefore older than
 `AheadQueue.take` reads the versions of all tokens and checks this. With w = 1 nothing here is used.
 
 A batch of a step has between P - floor(share · P) and P + (w - 1) · floor(share · P) groups: the plan, the
-mini-batches and all denominators are made from the rows that it has. Which ones depends on time.
+mini-batches and all denominators are computed from the rows that it actually has. Which groups these are depends on
+timing.
 
-A checkpoint waits for the late groups of the started batches to be trained on, and holds them: a resumed run
-trains on them at its next step. They can't be drawn again without giving long responses a second chance to be short.
+Before a checkpoint is written, the late groups of batches that steps have already taken from are waited for. The
+checkpoint holds them, and a resumed run trains on them at its next step. They can't be drawn again without giving long
+responses a second chance to be short.
 """
 
 import math
@@ -43,14 +45,14 @@ _OF_DRAW = frozenset({"rollout/repeated_rows", "perf/group_wait_s"})
 
 
 class LateGroups:
-    """The batches of which groups are left, and what a step takes of them and of its own batch.
+    """The batches with groups left over, and the choice of the groups that a step takes.
 
     Attributes:
-        batches: of which a step has taken some groups, and others are left, in order.
+        batches: batches of which steps have taken some groups and left others, in order.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Start without any."""
+        """Start without batches."""
         self.batches: list[StartedBatch] = []
         self._trainer = trainer
         self._finished: list[StartedBatch] = []
@@ -59,14 +61,14 @@ class LateGroups:
         self._metrics: dict[str, float] = {}
 
     def take(self, own: StartedBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
-        """Return the rows of a step; a step that is run again gets the same.
+        """Return the rows of a step; a step that is run again gets the same rows.
 
-        Groups have ids of their own, and rows are in the order of the stream of prompts.
+        Group ids are distinct across batches, and rows are in the order of the stream of prompts.
 
         Args:
             own: the batch of the step.
             step: gets the metrics of all rows.
-            while_waiting: called now and then.
+            while_waiting: called repeatedly while this waits.
 
         Raises:
             RoleError: drawing or scoring a batch failed.
@@ -81,7 +83,7 @@ class LateGroups:
         return self._taken
 
     def restore(self, batch: StartedBatch, counts: Mapping[str, float]) -> None:
-        """Take over what a checkpoint holds of a batch: `rollouts`, which the next step takes, and their failures."""
+        """Restore a batch from a checkpoint: `rollouts`, which the next step takes, and their failures."""
         assert batch.rollouts is not None
         batch.groups = GroupsByEnd(batch.context)
         batch.groups.add_counts(counts)
@@ -96,7 +98,7 @@ class LateGroups:
         self._finished.clear()
 
     def ended(self, while_waiting: Callable[[], None]) -> list[tuple[StartedBatch, BatchedDataDict]]:
-        """Return what is left of each batch, once all of it has ended; later calls of `take` return it, too.
+        """Wait until all batches have ended, and return what is left of each; later calls of `take` still return it.
 
         Raises:
             RoleError: drawing or scoring a batch failed.

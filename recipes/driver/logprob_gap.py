@@ -33,9 +33,9 @@ class LogprobGapLimit:
     Responses of an older policy (`trainer.lead`) differ by its updates, too: above ten times the limit they warn once.
 
     Attributes:
-        limit: of the mean gap over response tokens, in nats; None checks nothing.
+        limit: limit on the mean gap over response tokens, in nats; None checks nothing.
         warned: whether the warning was given.
-        warned_of_lag: whether that for responses of an older policy was given.
+        warned_of_lag: whether the warning for responses of an older policy was given.
     """
 
     limit: float | None

@@ -1,4 +1,4 @@
-"""Limits on how far the trainer's policy and the one that sampled may be apart: a warning, and the end of the run."""
+"""Limits on how far the trainer's policy and the sampler's may differ: a warning, and the end of the run."""
 
 import logging
 

@@ -1,8 +1,8 @@
-"""Rates of a run's phases: achieved FLOPs over the time that ranks took and over what their devices can do.
+"""Rates of a run's phases: FLOPs per second of the ranks' time, and as a fraction of their devices' peak.
 
 Stages count the FLOPs of the calls that they make, from the plan and the model's shape; ranks measure the time of each
-call. A phase is a method of a role that runs its model. FLOPs and time belong to the step in which the call's result
-was waited for, by any thread: with `trainer.lead`, that of a later batch's scores is the step in progress.
+call. A phase is a method of a role that runs its model. FLOPs and time belong to the step in which any thread waited
+for the call's result: with `trainer.lead`, the scores of a later batch count for the step in progress.
 """
 
 import copy
@@ -37,7 +37,7 @@ class WorkLog:
     """FLOPs since the last request, by role and method; threads may share it."""
 
     def __init__(self) -> None:
-        """Start without any."""
+        """Start with no FLOPs."""
         self._flops: dict[tuple[str, str], float] = {}
         self._lock = Lock()
 
@@ -59,7 +59,7 @@ class PerformanceMeter:
 
     Attributes:
         groups: the started roles by name.
-        flops: of the roles that run a model of known FLOPs.
+        flops: FLOPs of the roles that run a model whose FLOPs are known.
         peaks: FLOP/s of the ranks' devices, by role.
         work: the FLOPs of the step so far.
     """
@@ -97,7 +97,7 @@ class PerformanceMeter:
         Args:
             role: name of the role.
             method: `train_step`, or a method that runs a forward pass.
-            plan: whose tokens are counted, without padding; those that rows share count once.
+            plan: the plan whose tokens are counted, without padding; tokens that rows share count once.
             scored: tokens of each row that the output layer scores, int64 [B].
         """
         if role not in self.flops:

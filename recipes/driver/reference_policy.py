@@ -1,8 +1,8 @@
 """The reference policy in the run directory: the policy that the recipe's own steps began with.
 
 It is stored under the commit protocol. Checkpoints hold the hashes of its files, so a reference that was damaged or
-exchanged is found before anything starts. It is then rebuilt if the policy that the recipe began with is still at hand:
-as the warm-up's last checkpoint, or, without a warm-up, as the base model.
+replaced is detected before anything starts. It is then rebuilt if the policy that the recipe began with is still
+available: in the warm-up's last checkpoint, or, without a warm-up, as the base model.
 """
 
 import logging
@@ -25,8 +25,8 @@ class Rebuild:
     """How a damaged reference is rebuilt.
 
     Attributes:
-        checkpoint: of the warm-up, with the policy to export; None for the base model.
-        hashes: of the weight files that the rebuilt reference must have.
+        checkpoint: the warm-up's checkpoint with the policy to export; None for the base model.
+        hashes: hashes of the weight files that the rebuilt reference must have.
     """
 
     checkpoint: Path | None
@@ -66,7 +66,7 @@ def check_reference(directory: Path, config: Config, hashes: Mapping[str, str]) 
     Args:
         directory: the run directory.
         config: the run's configuration, which has the checkpoint's model and warm-up.
-        hashes: of the reference's weight files, as the checkpoint has them.
+        hashes: hashes of the reference's weight files in the checkpoint.
 
     Raises:
         CheckpointError: it is damaged, and the policy that it was made from is gone.

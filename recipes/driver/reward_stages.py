@@ -185,8 +185,8 @@ def _rewards_of_role(
         group: the role.
         parts: its calls; they are removed as they end.
         reserved: names that columns added by the role can't have.
-        row_ids: of the rows of each part, int64.
-        on_scored: as of `PendingRewards.result`.
+        row_ids: ids of the rows of each part, int64.
+        on_scored: see `PendingRewards.result`.
     """
     ids = np.concatenate(row_ids)
     numbers = ids if np.unique(ids).size == ids.size else np.arange(ids.size)

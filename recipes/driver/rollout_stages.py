@@ -52,13 +52,13 @@ class DrawnPrompts(NamedTuple):
 
     @property
     def turn(self) -> Turn:
-        """Return when their responses are needed."""
+        """Return the turn in which their responses are needed."""
         during = self.evaluated_during
         return turn_of_batch(self.step) if during is None else turn_of_evaluation(during)
 
 
 class SamplingSession(Protocol):
-    """What sampling needs of a session.
+    """The part of a session that sampling needs.
 
     Attributes:
         engine_access: the turns of generations and publications.
@@ -122,7 +122,7 @@ class GroupWaits:
 
 
 def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
-    """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
+    """Draw the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
 
     The rows follow the last ones drawn, so a resumed run skips and repeats none, even if `trainer.prompts_per_step` has
     changed.

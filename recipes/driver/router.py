@@ -17,11 +17,12 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together.
    Routers that run at the same time share the ranks, those of earlier steps first
    (`rlpack.recipes.driver.engine_slots`);
-4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. It fails if its
-   response can't be used: then it goes to another engine if there is one, such as the successor of its own. It also
-   fails with its engine, which gets no more rows, of this generation or another, until it is replaced: before the next
-   generation begins, if that is possible then, or if no other is left. An engine that was replaced has lost its rows in
-   flight. If the ranks are started again, all rows in flight have failed, and all engines are without weights;
+4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. A row fails if its
+   response can't be used. It then goes to another engine if there is one, such as the successor of its own. A row also
+   fails if its engine does. A failed engine gets no more rows, from this generation or another, until it is replaced:
+   before the next generation begins, if that is possible then, or once no engine is left. An engine that was replaced
+   has lost its rows in flight. If the ranks are started again, all rows in flight have failed, and all engines are
+   without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
@@ -80,7 +81,7 @@ class Router:
         turn: Turn = (0, 0),
         call_s: float = 1.0,
     ) -> None:
-        """Take the engines.
+        """Prepare to generate on the engines of `group`.
 
         Args:
             group: the rollout role.
@@ -121,7 +122,7 @@ class Router:
         self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
         self._attempts: Counter[int] = Counter()
         self._avoided: dict[int, set[EngineId]] = {}  # the engines whose response to a row could not be used
-        self._engine_of: dict[int, EngineId] = {}  # which has a row in flight
+        self._engine_of: dict[int, EngineId] = {}  # the engine that each row is in flight on
         # Rows of one group each: all of them, or those that failed together.
         firsts = np.cumsum(self._left)[:-1]
         self._waiting = deque(rows.tolist() for rows in np.split(np.arange(ids.size), firsts) if rows.size)
@@ -234,7 +235,7 @@ class Router:
         return outboxes
 
     def _remove(self, rank: int, rows: list[int]) -> None:
-        """Note that rows are no longer in flight on a rank."""
+        """Record that rows are no longer in flight on a rank."""
         self._in_flight[rank].difference_update(rows)
         self._share.release(rank, len(rows), self._num_tokens(rows))
 

@@ -81,7 +81,7 @@ class Session:
         restored: folder of the checkpoint that the run continues from, if any.
         warned_mismatch: metrics of mismatch that the run has warned of.
         thread: the thread that runs the recipe's steps.
-        restarts: of stateless roles.
+        restarts: the restarts of stateless roles.
         engine_access: the turns of generations and publications.
     """
 
@@ -282,7 +282,7 @@ class Session:
         return True
 
     def _interrupt_engines(self) -> None:
-        """Let engines stop sampling before weights reach them; once more does nothing."""
+        """Make engines stop sampling before weights reach them; a second call does nothing."""
         if self.config.rollout.publish == "in_flight":
             self.rollout.run(RolloutWorker.interrupt)
 
@@ -297,7 +297,7 @@ class Session:
             raise Interrupted
 
     def _discard_calls(self, step: StepContext) -> None:
-        """Discard the results of calls that a step never waited for; background calls that run finish unseen."""
+        """Discard the results of calls that a step never waited for; running background calls finish unobserved."""
         discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
         if discarded:
             logger.warning(
@@ -367,7 +367,7 @@ class Session:
         self.stop_if_interrupted()
 
     def _evaluate_if_due(self, total: int, evaluate: Evaluate | None) -> None:
-        """Evaluate if that is due after the last step, and not done."""
+        """Evaluate if an evaluation is due after the last step and not done yet."""
         number = self.progress.step
         if number % self.config.evaluation.every == 0 or number == total:
             self._evaluate(evaluate, is_last=number == total)

@@ -31,7 +31,7 @@ def compute_token_returns(
     pivot = ((torch.where(valid, rewards.double(), 0.0) * counts).sum() / total).item()
     scored = rollouts.drop(["rewards"]).union({"rewards": rewards.float()})
     returns = actor.run(ActorWorker.token_returns, scored, settings, kl_coef, pivot)
-    distance = (returns["return_sum"].sum() / total).item()  # of the mean from the pivot
+    distance = (returns["return_sum"].sum() / total).item()  # distance of the mean from the pivot
     squares = returns["return_squares"].sum().item() - total.item() * distance**2
     moments = Moments(pivot + distance, math.sqrt(max(0.0, squares) / max(1.0, total.item() - 1)))
     step.metrics |= {"advantage/mean": moments.mean, "advantage/std": moments.std}

@@ -1,7 +1,7 @@
 """The plan of a run's first batch: its microbatches, and the largest one.
 
-Lengths are those of the data. Responses don't exist yet, so each counts with `rollout.max_new_tokens`, the most that
-it can have.
+Lengths are those of the data. Responses don't exist yet, so each is assumed to have `rollout.max_new_tokens`, the
+maximum.
 """
 
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ class TypicalBatch:
     """The sequences of a step.
 
     Attributes:
-        lengths: tokens of each, int64 [B].
+        lengths: tokens of each sequence, int64 [B].
         source: where they come from, for the report.
-        longest: most tokens that a sequence of the run can have, as far as it is known.
+        longest: maximum number of tokens of a sequence of the run, as far as it is known.
         prompts: tokens of each sequence's prompt, int64 [B]; None if no two sequences have the same prompt.
-        group: sequences of a prompt, which are adjacent.
+        group: number of sequences per prompt, which are adjacent.
     """
 
     lengths: np.ndarray
@@ -45,10 +45,10 @@ class RolePlan:
     """How a role runs the batch.
 
     Attributes:
-        plan: of the batch.
-        microbatch: the largest one that a step may have.
+        plan: the plan of the batch.
+        microbatch: the largest microbatch that a step may have.
         several: whether an optimizer step has several microbatches.
-        forward: the largest microbatch of passes without gradients; None if they have the update's microbatches.
+        forward: the largest microbatch of passes without gradients; None if they use the update's microbatches.
     """
 
     plan: MicrobatchPlan
@@ -58,7 +58,7 @@ class RolePlan:
 
     @property
     def per_step(self) -> int:
-        """Return the most microbatches of a rank in an optimizer step."""
+        """Return the maximum number of microbatches of a rank in an optimizer step."""
         return max(len(self.plan.microbatches(0, step)) for step in range(self.plan.num_steps))
 
     @property

@@ -1,8 +1,8 @@
-"""What generation takes on a rank of the role rollout: the engine's weights, and its keys and values.
+"""The memory of generation on a rank of the role rollout: the engine's weights, and its keys and values.
 
-`hf` has a whole fp32 copy of the policy, and while it generates, keys and values of the rows that run at once. vLLM on
-GPUs takes a share of the device, whatever the model; on CPUs and with `rollout.kv_cache_gb`, weights and a cache of a
-given size.
+`hf` has a whole fp32 copy of the policy and, while it generates, the keys and values of the rows that run at once. vLLM
+on GPUs takes a share of the device, whatever the model; on CPUs and with `rollout.kv_cache_gb`, weights and a cache of
+a given size.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class EngineMemory:
     """The bytes of an engine on each device of a rank.
 
     Attributes:
-        weights: what it always has.
-        cache: what it has in addition while it generates.
-        host: what it moves to host memory while it sleeps.
+        weights: weights, which it always has.
+        cache: additional bytes while it generates.
+        host: bytes that it moves to host memory while it sleeps.
         sleeps: whether it frees weights and cache while other roles work.
     """
 
@@ -44,7 +44,7 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     Args:
         config: the whole configuration.
         model: the policy, on the meta device.
-        rows: that a rank generates in a step.
+        rows: number of rows that a rank generates in a step.
         device_bytes: memory of its device.
     """
     numbers = sum(weight.numel() for weight in model.parameters())

@@ -40,7 +40,7 @@ from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import misfit
 from rlpack.startup.pool_checks import check_machine
 
-# Memory of a GPU where there is none to ask, as `rlpack plan` assumes.
+# Assumed memory of a GPU where this machine has none, as for `rlpack plan`.
 ASSUMED_GPU_BYTES = 80_000_000_000
 
 
@@ -49,9 +49,9 @@ class MemoryLimits:
     """The memory that a run may take.
 
     Attributes:
-        device: of a GPU, in bytes.
-        host: of the machine, if all ranks run on it.
-        assumed: whether the GPU's is assumed.
+        device: memory of a GPU, in bytes.
+        host: memory of the machine, in bytes, if all ranks run on it.
+        assumed: whether the GPU's memory is assumed.
     """
 
     device: int
@@ -84,7 +84,7 @@ class Estimator:
         tokenizer: the policy's.
         prompts: training split.
         model: the policy without weights.
-        limits: of memory.
+        limits: limits of memory.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -139,14 +139,14 @@ class Estimator:
         return self._models[key]
 
     def _whole(self, config: Config, role: str) -> int:
-        """Return the bytes of a model that every rank has whole before it is sharded; variants share it."""
+        """Return the bytes of a model that every rank holds as a whole before sharding; variants share the result."""
         key = role, *map(repr, model_of(config, role))
         if key not in self._starts:
             self._starts[key] = bytes_at_start(config, role, self.tokenizer)
         return self._starts[key]
 
     def _engine(self, config: Config) -> EngineMemory | None:
-        """Return the memory of the engine; None for a recipe that doesn't generate, or an engine of the user's."""
+        """Return the memory of the engine; None for a recipe that doesn't generate, or for a user's engine."""
         if "rollout" not in started_roles(config):
             return None
         ranks = config.placement.pools[pool_of(config, "rollout")].ranks
@@ -166,10 +166,10 @@ def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
 
     Args:
         config: the whole configuration.
-        memory_gb: as of `MemoryLimits.of`.
+        memory_gb: see `MemoryLimits.of`.
 
     Raises:
-        ValueError: what a run would refuse before it starts.
+        ValueError: a run with this configuration would be refused before it starts.
     """
     tokenizer, prompts, held_out = load_splits(config)
     # An address keeps the preflight checks from comparing the pools with this machine; nothing is contacted.
@@ -183,7 +183,7 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
     """Show the estimate of a run, and return whether it fits.
 
     Raises:
-        ValueError: what a run would refuse before it starts.
+        ValueError: a run with this configuration would be refused before it starts.
     """
     gc.enable()  # tensors in cycles would otherwise count as live
     estimator = open_estimator(config, memory_gb)
@@ -206,7 +206,7 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
 
 
 def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:
-    """Yield single changes that lower the memory, and the memory after each; of a key, up to the first that fits."""
+    """Yield single changes that lower the memory, and the memory after each; for a key, up to the first that fits."""
     enough = set()
     for key, value in smaller(config, estimator.batch(config).longest):
         changed = with_value(config, key, value)

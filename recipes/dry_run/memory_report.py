@@ -11,7 +11,7 @@ from rlpack.models.live_bytes import Use
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch
 from rlpack.recipes.dry_run.run_memory import CONTEXT_BYTES, PROCESS_BYTES, PoolMemory, RunMemory
 
-# What a microbatch takes in addition to what a role keeps.
+# Memory of a microbatch, in addition to what a role keeps.
 _PARTS: Mapping[Use, str] = {
     "activations": "activations of a microbatch",
     "output_layer": "output layer",
@@ -98,7 +98,7 @@ def _row(name: str, sizes: list[int]) -> list[str]:
 
 
 def verdict(memory: RunMemory) -> str:
-    """Return whether a run fits."""
+    """Return as text whether a run fits and, if not, why."""
     problems = list(memory.problems())
     return f"it does not fit: {'; '.join(problems)}" if problems else "it fits"
 
@@ -115,7 +115,7 @@ def change_lines(memory: RunMemory, changes: list[tuple[str, RunMemory]]) -> Ite
 
 
 def _size(before: RunMemory, after: RunMemory) -> str:
-    """Describe the memory that was short, after a change."""
+    """Describe the memory that was exceeded, as it is after a change."""
     short = [pool.name for pool in before.pools if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit]
     peaks = [pool for pool in after.pools if pool.name in short]
     return ", ".join(f"{in_units(pool.peak)} of a GPU" for pool in peaks) or f"{in_units(after.host)} of the host"

@@ -68,7 +68,7 @@ def role_memory(
         tokenizer: the policy's.
         microbatch: the largest one.
         several: whether an optimizer step has several microbatches.
-        forward: the largest one of a trained role's passes without gradients; None if they have the update's.
+        forward: the largest one of a trained role's passes without gradients; None if they use the update's.
     """
     layout, settings = role_layout(config, role), role_compute(config, role)
     device = "cuda" if gpus_per_rank(config, role) else "cpu"

@@ -32,8 +32,8 @@ class RoleMemory:
     """The bytes of a role on a rank.
 
     Attributes:
-        model: of its model.
-        offload: what GPUs keep in host memory; `none` on CPUs.
+        model: memory of its model.
+        offload: what GPUs offload to host memory; `none` on CPUs.
         start: additional bytes while its model is built.
     """
 
@@ -54,7 +54,7 @@ class RoleMemory:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes on the device during a call."""
+        """Return the peak number of bytes on the device during a call."""
         memory, parts = self.model, self.model.at_peak
         passes = sum(parts.values())
         if self.offload != "parameters":
@@ -68,12 +68,12 @@ class PoolMemory:
     """The bytes of a rank of a pool.
 
     Attributes:
-        name: of the pool.
-        ranks: their number.
+        name: name of the pool.
+        ranks: number of ranks.
         on_gpu: whether each rank has a GPU.
         limit: memory of the rank's GPU, or of the machine for all ranks on CPUs; None if it isn't known.
-        roles: of its roles with models.
-        engine: of the role rollout, if it is in this pool.
+        roles: memory of its roles with models.
+        engine: memory of the role rollout's engine, if it is in this pool.
     """
 
     name: str
@@ -93,7 +93,7 @@ class PoolMemory:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes on the device at one time."""
+        """Return the peak number of bytes on the device."""
         calls = [
             0,
             *(role.peak - role.kept for role in self.roles.values()),
@@ -105,7 +105,7 @@ class PoolMemory:
 
     @property
     def host(self) -> int:
-        """Return the bytes of host memory of a rank; of one on a CPU, everything."""
+        """Return the bytes of host memory of a rank; for a rank on a CPU, all of its bytes."""
         if not self.on_gpu:
             return self.peak
         asleep = self.engine.host if self.engine is not None else 0
@@ -117,7 +117,7 @@ class RunMemory:
     """The memory of a run.
 
     Attributes:
-        pools: in use.
+        pools: pools in use.
         store: bytes of batches and weights in the object stores of all nodes.
         host_limit: memory of the machine that all ranks run on; None if they don't run on this one.
         uncounted: roles of users, whose memory isn't known.
@@ -135,7 +135,7 @@ class RunMemory:
 
     @property
     def excess(self) -> int:
-        """Return by how many bytes the memory that is short of most exceeds its limit; 0 or less if all fits."""
+        """Return the largest excess of a memory over its limit, in bytes; 0 or less if everything fits."""
         over = [pool.peak - pool.limit for pool in self.pools if pool.on_gpu and pool.limit is not None]
         over += [self.host - self.host_limit] if self.host_limit is not None else []
         return max(over, default=0)
@@ -166,9 +166,9 @@ def run_memory(
 
     Args:
         config: the whole configuration.
-        roles: with models.
-        engine: of the role rollout, None without it.
-        tokens: of a batch.
+        roles: memory of the roles with models.
+        engine: memory of the role rollout's engine; None without it.
+        tokens: number of tokens of a batch.
         routing: bytes of a token's recorded experts.
         device_limit: memory of a GPU.
         host_limit: memory of the machine, None if ranks run on others.
@@ -187,8 +187,8 @@ def run_memory(
 def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routing: int = 0) -> int:
     """Return the bytes of a batch's tokens in the object store, and of weights for the engines.
 
-    These are the buckets in flight; with `trainer.lead` and `rollout.publish=drain`, all weights that were published
-    last (`rlpack.recipes.driver.engine_restarts.keep_weights`).
+    The weights are the buckets in flight or, with `trainer.lead`, `rollout.publish=drain` and `rollout.lora=merged`,
+    all weights that were published last (`rlpack.recipes.driver.engine_restarts.keep_weights`).
     """
     names = _COLUMNS + (_SAMPLED if engine is not None else ())
     for role in started_roles(config):

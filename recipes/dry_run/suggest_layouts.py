@@ -3,7 +3,7 @@
 Candidates are ordered by modeled time, and the memory of each is estimated in this order, until a few fit. The time
 counts FLOPs and a fixed time for each microbatch (`rlpack.packing.analysis.simulation`), and the idle time of pipeline
 stages while the pipeline fills and drains. It knows neither network nor kernels, so candidates of equal time are
-ordered by what they exchange: tensor parallelism exchanges most, pipeline parallelism least.
+ordered by how much they communicate: tensor parallelism communicates most, pipeline parallelism least.
 """
 
 import contextlib
@@ -35,9 +35,10 @@ from rlpack.recipes.dry_run.run_memory import RunMemory
 _KINDS, _OFFLOADS = ("none", "selective", "full"), ("none", "optimizer", "parameters")
 # Token budgets relative to the configured one.
 _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
-# Suggestions printed, estimates of memory made to find them, and the CPU time after which no other estimate is made.
+# Maximum number of suggestions, maximum number of memory estimates to find them, and the CPU seconds after which no
+# further estimate is made.
 _MOST, _TRIES, _SECONDS = 3, 80, 45.0
-# Sizes of a layout that are searched; dp_shard is what they leave.
+# Sizes of a layout that are searched; dp_shard follows from them.
 _SIZES = ("dp_replicate", "cp", "tp", "pp", "ep", "vpp")
 # Virtual stages that are tried with pp above 1.
 _VIRTUAL = (2, 4)
@@ -53,8 +54,8 @@ class Candidate:
 
     Attributes:
         config: the variant.
-        values: of the keys that are set.
-        plan: of the first batch.
+        values: values of the keys that are set.
+        plan: plan of the first batch.
         seconds: modeled time of its updates.
     """
 
@@ -70,7 +71,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Return what candidates are ordered by: time, then what they exchange and copy."""
+        """Return the sort key of candidates: time, then how much they communicate and copy."""
         replicas, cp, tp, pp, ep, vpp = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
         return round(self.seconds, 3), _OFFLOADS.index(offload), tp, ep, cp, pp, vpp, _KINDS.index(kind), -replicas
@@ -82,14 +83,14 @@ class Candidate:
 
     @property
     def thrift(self) -> tuple[float, ...]:
-        """Return numbers, each of which lowers the memory as it grows, with equal pp, ep and vpp."""
+        """Return numbers, each of which lowers the memory as it grows, if pp, ep and vpp are equal."""
         replicas, cp, tp, *_ = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
         slots = self.plan.microbatch.slots / cp
         return tp, _KINDS.index(kind), _OFFLOADS.index(offload), -replicas, -slots, -int(self.plan.several)
 
     def takes_more(self, other: "Candidate") -> bool:
-        """Return whether this takes at least the memory of another."""
+        """Return whether this candidate certainly needs at least as much memory as another."""
         if self.layout[-3:] != other.layout[-3:]:
             return False
         return all(mine <= its for mine, its in zip(self.thrift, other.thrift, strict=True))
@@ -183,7 +184,7 @@ def _layouts(config: Config, estimator: Estimator) -> Iterator[dict[str, Any]]:
     """Yield the values of the layouts that divide ranks and model.
 
     Ulysses moves less than gathered keys and values do, so those are tried only where it can't run. Virtual stages are
-    tried where each gets as many layers, because all ranks would wait for a larger one.
+    tried only where all get equally many layers, because all ranks would wait for a larger one.
     """
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]

@@ -1,4 +1,4 @@
-"""Models that every rank has whole before they are sharded: the same attempts to open them that ranks make."""
+"""Find the models that every rank holds as a whole before sharding, by trying to open them in the same way as ranks."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rlpack.workers.build import open_in_parts, whole_bytes
 
 
 def bytes_at_start(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the bytes of a role's model if every rank has it whole before it is sharded, else 0.
+    """Return the bytes of a role's model if every rank holds it as a whole before sharding, else 0.
 
     Of a model that isn't downloaded, only the config is read.
     """
@@ -33,7 +33,7 @@ def bytes_at_start(config: Config, role: str, tokenizer: PreTrainedTokenizerBase
         return 0
     if role == "reward_model":
         return whole_bytes(meta_model(config, role, tokenizer).model)
-    # A critic is made of a language model with its head.
+    # A critic is built from a language model, including its head.
     return whole_bytes(build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer), key=key))
 
 

@@ -31,7 +31,7 @@ class EvaluationSession:
 
     Attributes:
         config: the whole configuration.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         held_out: the prompts.
         groups: the roles `rollout` and `reward`.
         store: holds the tokens and texts of a part.

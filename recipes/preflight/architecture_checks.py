@@ -1,8 +1,8 @@
 """Check what a model's architecture rules out, without its weights.
 
 Ranks compare outputs with transformers' own as they start (`rlpack.models.checks`). What can be known without weights
-is refused here, before any process starts. Architectures of which `benchmarks.families` has not shown that they are
-right are compared here, too, with random weights, if they are small.
+is refused here, before any process starts. Small models of architectures that `benchmarks.families` has not validated
+are also compared here, with random weights.
 """
 
 import copy
@@ -134,9 +134,9 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     """Raise if the generation engine can't run a model as configured, before anything starts.
 
     Raises:
-        ModelError: the engine doesn't support the size of the heads, or the model has none; the GPUs of a rank don't
-            divide it; rows, or those that every engine has to take, can be longer than its positions; or
-            `rollout.kv_cache_gb` is too small for its rows.
+        ModelError: the engine doesn't support the size of the model's heads, or the model has none; the model can't be
+            divided among a rank's GPUs; rows, or those that every engine has to accept, can be longer than the model's
+            positions; or `rollout.kv_cache_gb` is too small for the rows.
     """
     if config.rollout.engine != "vllm":
         return
@@ -181,10 +181,10 @@ def _roles(config: Config) -> Iterator[str]:
 
 
 def _check_outputs(config: Config, model: PreTrainedModel, role: str, *, packed: bool) -> None:
-    """Raise unless a small model of this configuration, with random weights, has the outputs of transformers' own.
+    """Raise unless a small model of this configuration, with random weights, produces the same outputs as transformers.
 
-    A larger one is left to the ranks. Noise on the weights makes up for a small initializer_range, at which a leak
-    between rows is no larger than rounding.
+    A larger one is left to the ranks. Noise is added to the weights because, with a small initializer_range, a leak
+    between rows would be no larger than rounding.
     """
     if sum(weight.numel() for weight in model.parameters()) > _MAX_WEIGHTS:
         return
@@ -203,7 +203,7 @@ def _check_outputs(config: Config, model: PreTrainedModel, role: str, *, packed:
 
 
 def _unpackable(model: PreTrainedModel) -> str | None:
-    """Return why packed rows can't be kept apart in a model, None if its layers can."""
+    """Return why packed rows can't be kept apart in a model; None if they can."""
     if model._is_stateful:
         return "it has recurrent layers, whose state would pass from one packed row to the next"
     if model.config.get_text_config().to_dict().get("attn_temperature_tuning"):

@@ -1,6 +1,6 @@
 """Preflight checks on the driver: failing here takes seconds, failing on a rank takes minutes.
 
-Each check builds or calls what a rank would build or call, so that the error is the one that the rank would raise.
+Each check builds or calls what a rank would build or call, so that it raises the same error as the rank would.
 """
 
 import copy

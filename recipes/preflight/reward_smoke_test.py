@@ -10,7 +10,7 @@ from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards
 from rlpack.recipes.driver.session import Session
 from rlpack.workers.reward import RewardWorker
 
-# Enough rows to tell a broken function, few enough for a paid judge.
+# Enough rows to detect a broken function, few enough for a paid judge.
 _ROWS = 16
 _FAILURES = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invalid")
 

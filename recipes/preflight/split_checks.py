@@ -24,7 +24,7 @@ class Misfit:
 
     Attributes:
         reason: the given sizes and those that are allowed.
-        changes: for each way out, changes of sizes that may work, best first.
+        changes: for each possible fix, changes of sizes that may work, best first.
     """
 
     reason: str
