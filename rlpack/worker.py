@@ -35,7 +35,7 @@ class Worker:
     def from_settings(
         cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase, *args: Any, **arguments: Any
     ) -> Self:
-        """Build the role on one rank; `arguments` are those of its section of `roles`.
+        """Build the role on one rank; `arguments` come from its section of `roles`.
 
         A subclass that reads the configuration or the tokenizer overrides this and passes the sections that it needs to
         its `__init__`.

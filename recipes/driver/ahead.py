@@ -353,7 +353,7 @@ class AheadQueue:
         return newest - sampled
 
     def _restore(self, folder: Path) -> None:
-        """Take over the batches in a checkpoint, and the number of the newest policy version."""
+        """Restore the batches in a checkpoint, and the number of the newest policy version."""
         try:
             document: dict[str, Any] = read_object(folder / LIST)
             if self._draws_ahead:

@@ -66,7 +66,7 @@ def compute_token_advantages(
 def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> None:
     """Take one optimizer step of the critic per mini-batch, `trainer.updates_per_batch` times over the batch.
 
-    With `trainer.shuffle_mini_batches`, later passes are those of `passes`.
+    With `trainer.shuffle_mini_batches`, later passes reorder the rows; see `passes`.
     """
     trainer, loss = session.config.trainer, ValueLoss(session.config.critic.value_clip)
 

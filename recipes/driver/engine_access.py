@@ -92,7 +92,7 @@ class EngineAccess:
                 self._num_starts, self._failed = num_starts, frozenset(range(num_ranks))
 
     def record_replacement(self, num_starts: int) -> None:
-        """Note that all engines can answer: those that failed, and those of ranks that were started, have weights."""
+        """Record that all engines can answer: both failed engines and those on started ranks have weights again."""
         with self._changed:
             self._num_starts, self._failed = num_starts, frozenset()
 

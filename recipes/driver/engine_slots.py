@@ -117,7 +117,7 @@ class EngineShare:
             tokens: tokens of their prompts and longest possible responses together.
 
         Returns:
-            None if none of the engines has room, or if it is the turn of another generation.
+            The rank; None if no engine has room, or if it is another generation's turn.
         """
         with self._slots._changed:
             self._seen = self._slots._num_changes
@@ -158,7 +158,7 @@ class EngineShare:
             return max(1, self._in_flight(rank) - self._capacity + 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a generation has made room or has no rows waiting any more since the last `take`."""
+        """Wait until, since the last `take`, a generation has made room or has no more waiting rows."""
         with self._slots._changed:
             self._slots._changed.wait_for(lambda: self._slots._num_changes != self._seen, timeout_s)
 

@@ -113,7 +113,7 @@ def sample_and_score(
 
 
 def draw_held_out(session: EvaluatedSession, positions: np.ndarray) -> DrawnPrompts:
-    """Return held-out prompts by position, int64; their random streams are those of every evaluation."""
+    """Return held-out prompts by position, int64; their random streams are the same in every evaluation."""
     return DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
 
 
@@ -153,7 +153,7 @@ def _rewards(
 
 
 def _check_versions(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
-    """Raise if a token was sampled with other weights than those of the last publication.
+    """Raise if a token was sampled with weights other than the last published ones.
 
     Raises:
         StalenessError: one was.

@@ -74,7 +74,7 @@ class Session:
         step: the step in progress, or the last one; None before the first.
         evaluations: the evaluation under way, if any, and the last one that is done.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
-        reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
+        reference_hashes: hashes of the stored reference's weight files; None if the recipe stored none.
         evaluation_sets: the splits of `evaluation.sets` by name.
         performance: turns the FLOPs of a step into rates.
         ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.

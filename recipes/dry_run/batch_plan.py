@@ -1,6 +1,6 @@
 """The plan of a run's first batch: its microbatches, and the largest one.
 
-Lengths are those of the data. Responses don't exist yet, so each is assumed to have `rollout.max_new_tokens`, the
+Lengths come from the data. Responses don't exist yet, so each is assumed to have `rollout.max_new_tokens`, the
 maximum.
 """
 

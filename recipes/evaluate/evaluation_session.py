@@ -70,7 +70,7 @@ class EvaluationSession:
         """Sample, score, and return the rows of these prompts, prompt by prompt.
 
         Args:
-            positions: of the prompts in the dataset, int64.
+            positions: positions of the prompts in the dataset, int64.
             reader: reads the answers that majority votes count.
         """
         settings = recipe_section(self.config, Evaluate)

@@ -1,4 +1,4 @@
-"""Ask the Hugging Face Hub whether it has datasets and models, within seconds; its clients would retry for minutes.
+"""Ask the Hugging Face Hub, within seconds, whether it has datasets and models; its clients would retry for minutes.
 
 A run asks for all of its repositories at once (`ask_hub`), so a Hub that does not answer costs one deadline, not one
 per repository. Answers are kept for a minute, because loaders need them again.

@@ -44,7 +44,7 @@ class ParallelLayout:
         cp: ranks that share the tokens of a row (context parallelism).
         tp: ranks that share the weights of a layer (tensor parallelism).
         pp: pipeline stages.
-        ep: of the dp_shard · cp ranks, how many divide the experts of a layer (expert parallelism).
+        ep: how many of the dp_shard · cp ranks divide the experts of a layer (expert parallelism).
 
     Raises:
         PlacementError: a size is not a whole number of at least 1, or ep doesn't divide dp_shard · cp.

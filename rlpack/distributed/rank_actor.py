@@ -40,7 +40,7 @@ class RankActor(RankProcess):
         Args:
             context: the rank's place in its pool.
             threads: number of PyTorch threads.
-            import_path: directories for modules, after those of Python.
+            import_path: directories that modules are imported from, after Python's own.
             silence_s: end this process once the cluster's GCS has been silent for this long, because neither the driver
                 nor Ray may be able to end it without the GCS; None for never.
         """

@@ -134,7 +134,7 @@ class RayRanks(RestartablePool):
         return self._usage.pop(role)
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
-        """Start a function on every rank, after the calls that are submitted; its results are those of all ranks."""
+        """Start a function on every rank, after the calls that are submitted; the result has one entry per rank."""
 
         def start() -> tuple[int, list[RankCall]]:
             with self._submitting:

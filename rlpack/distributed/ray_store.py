@@ -310,7 +310,7 @@ class RayStore:
             )
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns in this process; for a few rows to show, not for those of a step.
+        """Return the batch with all of its columns in this process; meant for a few rows to show, not for a whole step.
 
         Raises:
             DataError: their lease was released.

@@ -22,4 +22,4 @@ class EvaluationError(ValueError):
 
 
 class StandardOutputClosedError(BrokenPipeError):
-    """Nobody reads standard output any more, as in `rlpack train | head`; it ends the command, as SIGPIPE would."""
+    """Standard output was closed by its reader, as in `rlpack train | head`; ends the command, as SIGPIPE would."""

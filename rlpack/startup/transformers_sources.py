@@ -42,7 +42,7 @@ class ConfigSource:
         return any(key in _assigned(path) for path in self.bases)
 
     def settings(self) -> set[str]:
-        """Return the names of the annotated settings, those of all models included."""
+        """Return the names of the annotated settings, including those that all models have."""
         common = _classes(self.bases[0]).get("PreTrainedConfig")
         return {*self.fields, *(name for name, _ in _annotated(common.body if common is not None else []))}
 

@@ -63,7 +63,7 @@ def check_role(
     Args:
         kind: the role's class.
         method: a sharded method that returns rows; None for `score`, for which more is checked.
-        arguments: of the role's section, `roles.<name>.arguments`.
+        arguments: arguments of the role's section, `roles.<name>.arguments`.
         config: passed to `from_settings`; None for the defaults.
         tokenizer: passed to `from_settings`; None for one that can encode `sample_batch`.
         batch: rows to call the method on, preferably more than 6; None for `sample_batch()`.

@@ -58,7 +58,7 @@ def check_role_on_ray(
     Args:
         kind: the role's class, at the top level of a module that ranks can import.
         method: a sharded method that returns rows; None for `score`.
-        arguments: of the role's section, `roles.<name>.arguments`.
+        arguments: arguments of the role's section, `roles.<name>.arguments`.
         config: for `from_settings`, except placement and roles; None for the defaults.
         tokenizer: for `from_settings`; None for that of `sample_batch`.
         batch: rows to call the method on; None for `sample_batch()`.

@@ -74,7 +74,7 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of it runs any more."""
+        """Return whether all of its processes have ended."""
         return JobStatus(self.status).is_terminal()
 
 
