@@ -2,8 +2,8 @@
 
 Invariants (tests/unit/algorithms/test_advantages.py); B is the number of rows, G the number of groups:
 
-1. Statistics are float64 and go by group id, never by prompt text: two equal prompts are two groups.
-2. Advantages are exactly 0 in groups without a comparison: of one row, or with equal rewards.
+1. Statistics are computed in float64 per group id, never per prompt text: two equal prompts form two groups.
+2. Advantages are exactly 0 in groups that allow no comparison: those with a single row or with equal rewards.
 3. Rows that are not `valid` get 0, do not enter the statistics, and may be NaN.
 """
 
@@ -39,7 +39,7 @@ def group_relative(
     valid: Tensor | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Return each reward minus its group's baseline, optionally over the group's standard deviation: f32 [B].
+    """Return each reward minus its group's baseline, optionally divided by the group's standard deviation, f32 [B].
 
     `mean` with `std` is GRPO (Shao et al. 2024, arXiv:2402.03300), `mean` without it Dr. GRPO (Liu et al. 2025,
     arXiv:2503.20783), `leave_one_out` without it RLOO (Ahmadian et al. 2024, arXiv:2402.14740). The deviation is the
@@ -111,7 +111,7 @@ def opo(rewards: Tensor, group_ids: Tensor, response_tokens: Tensor, *, valid: T
 
 
 def remax(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Return each reward minus that of the prompt's greedy response, f32 [B].
+    """Return each reward minus the reward of the prompt's greedy response, f32 [B].
 
     ReMax (Li et al. 2023, arXiv:2310.10505). The baseline does not depend on other samples, so groups may have one row.
 
@@ -180,7 +180,7 @@ def reinforce_pp(
 
 
 def center_by_group(rewards: Tensor, group_ids: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Return each reward minus the mean of its group, f32 [B]; 0 in groups without a comparison.
+    """Return each reward minus the mean of its group, f32 [B]; 0 in groups with one row or equal rewards.
 
     >>> center_by_group(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 9]))
     tensor([ 0.5000, -0.5000,  0.0000])

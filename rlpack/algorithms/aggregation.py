@@ -6,8 +6,8 @@ averaged in between, so value and gradient don't depend on how rows are batched.
 Invariants (tests/unit/algorithms/test_aggregation.py):
 
 1. A row without tokens in the mask has weight exactly 0.
-2. Over all masked tokens of an optimizer step, the weights of `token_mean` and `seq_mean_token_mean` sum to 1, if there
-   are any.
+2. The weights of `token_mean` and of `seq_mean_token_mean` each sum to 1 over the tokens in the mask of an optimizer
+   step, if there are any.
 3. A row's weight depends only on its own token count and the denominators.
 """
 
@@ -45,7 +45,7 @@ def count_denominators(counts: Tensor, *, constant: float | None = None) -> Deno
     Denominators(tokens=3.0, sequences=2.0, constant=None)
 
     Args:
-        counts: tokens in the mask of each of its rows, int64 [B].
+        counts: tokens in the mask of each row of the step, int64 [B].
         constant: divisor of `seq_mean_token_sum_norm`.
     """
     return Denominators(float(counts.sum()), float((counts > 0).sum()), constant)
@@ -66,7 +66,7 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
     Args:
         counts: tokens in the mask of each row, int64 [B].
         aggregation: one of the five above.
-        denominators: those of the rows' optimizer step.
+        denominators: counts over the whole optimizer step, from `count_denominators`.
 
     Raises:
         AlgorithmError: the aggregation is unknown, or `seq_mean_token_sum_norm` has no positive constant.

@@ -1,13 +1,13 @@
-"""Off-policy correction: importance weights, rejection, and measures of how far two policies are apart.
+"""Off-policy correction: importance weights, rejection, and metrics of the mismatch between two policies.
 
-Responses are sampled by μ, the generation engine at the policy version that it had; they train π_old, the trainer's
-policy before the update. The two differ by rounding, and by updates if batches are drawn ahead. With
-d = log π_old − log μ at a sampled token, the weight exp(d) corrects the loss of that token (Yao et al. 2025, "Your
-efficient RL framework secretly brings you off-policy RL training"; decoupled PPO, Hilton et al. 2021,
+Responses are sampled from μ, the policy version that the generation engine held at the time, and used to train π_old,
+the trainer's policy before the update. The two differ by rounding, and also by updates if batches are generated ahead
+of training. With d = log π_old − log μ at a sampled token, the weight exp(d) corrects the loss of that token (Yao et
+al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; decoupled PPO, Hilton et al. 2021,
 arXiv:2110.00641). Definitions follow verl's `rollout_correction`. d, or its sum, is clamped to ±20 before it is
 exponentiated. Nothing here has a gradient.
 
-Letters: T tokens, B rows. Columns may be anything outside the mask.
+Letters: T tokens, B rows. Columns may hold any values outside the mask.
 """
 
 import math
@@ -29,9 +29,9 @@ def importance_weights(
 ) -> Tensor:
     """Return the weight of each token, f32 [T], 0 outside the mask.
 
-    `token` weighs each token by its own ratio, `sequence` all tokens of a row by the product of the row's ratios.
-    Without `lower`, a weight above `upper` becomes `upper` (truncated importance sampling). With it, weights outside
-    [lower, upper] become 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
+    `token` weights each token by its own ratio; `sequence` weights all tokens of a row by the product of the row's
+    ratios. Without `lower`, a weight above `upper` becomes `upper` (truncated importance sampling). With it, weights
+    outside [lower, upper] become 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
 
     >>> mask = Ragged.from_rows([[True, True]], torch.bool)
     >>> old, sampled = torch.tensor([0.5, 0.9]).log(), torch.tensor([0.25, 0.1]).log()
@@ -44,7 +44,7 @@ def importance_weights(
         logprobs: log π_old, [T].
         sampled: log μ, [T].
         mask: response tokens, bool, B rows.
-        level: whose ratio is the weight.
+        level: `token` or `sequence`, see above.
         upper: largest weight.
         lower: smallest weight that is kept; None truncates instead.
     """
@@ -60,15 +60,16 @@ def importance_weights(
 
 
 def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mapping[str, tuple[float, float]]) -> Tensor:
-    """Return the response tokens that all criteria keep, bool [T].
+    """Return which response tokens meet all criteria, bool [T].
 
-    With d clamped to ±20: k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. `token_*` judges each token, `seq_sum_*`,
-    `seq_mean_*` and `seq_max_*` whole rows by the sum, mean or maximum over their tokens; `seq_max_k1` drops a row if
-    k1 of any token lies outside. k1 has to lie between the logarithms of both bounds; the others may be at most the
-    upper one.
+    With d clamped to ±20: k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. `token_*` applies to each token. `seq_sum_*`,
+    `seq_mean_*` and `seq_max_*` apply to whole rows, through the sum, mean or maximum over their tokens; `seq_max_k1`
+    drops a row if k1 of any token is out of bounds. k1 has to lie between the logarithms of the two bounds; all other
+    values must not exceed the upper bound.
 
-    `binary_kl` judges each token by the larger of both KL divergences between the Bernoulli distributions with the
-    probabilities of the token under π_old and μ (KPop in verl), which are clamped to [1e-6, 1 - 1e-6].
+    `binary_kl` (KPop in verl) applies to each token. It compares the Bernoulli distributions with the token's
+    probabilities under π_old and μ, clamped to [1e-6, 1 - 1e-6], and takes the larger of the KL divergences in the two
+    directions.
 
     >>> mask = Ragged.from_rows([[True, True], [True]], torch.bool)
     >>> old, sampled = torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.5, 0.1, 0.5]).log()
@@ -81,8 +82,8 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
         logprobs: log π_old, [T].
         sampled: log μ, [T].
         mask: response tokens, bool, B rows.
-        criteria: lower and upper bound by criterion, such as `seq_mean_k1`; only k1 has a lower one. Those of k1 are
-            of the ratio μ / π_old, all others in nats.
+        criteria: maps each criterion, such as `seq_mean_k1`, to its lower and upper bound; only k1 uses the lower
+            bound. Bounds on k1 are ratios μ / π_old, all others are in nats.
     """
     difference = _differences(logprobs, sampled, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.exp() - 1 - difference}
@@ -103,7 +104,7 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
 
 
 def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, Tensor]:
-    """Return what `mismatch_totals` needs of each row: sums over its response tokens, f64 [B] each.
+    """Return the sums over each row's response tokens that `mismatch_totals` reduces, f64 [B] each.
 
     `mismatch_difference` is Σ d, `_gap` Σ |d|, `_largest` max |d|, `_k3` Σ (exp(d) − 1 − d), `_square` Σ exp(d)²; d is
     clamped to ±20 in the last two.
@@ -124,7 +125,7 @@ def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, 
 def correction_sums(
     logprobs: Tensor, sampled: Tensor, mask: Ragged, weights: Tensor | None, free: Tensor | None, kept: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return what `mismatch_totals` needs of each row, f64 [B] each: `mismatch_sums`, and sums of what was corrected.
+    """Return `mismatch_sums` and each row's sums of weights and rejections, f64 [B] each, for `mismatch_totals`.
 
     `mismatch_weight` is Σ w and `_weight_square` Σ w², `_bounded` and `_rejected` count tokens whose weight was bounded
     and tokens that were rejected; `_tokens` counts all.
@@ -132,10 +133,10 @@ def correction_sums(
     Args:
         logprobs: log π_old, [T].
         sampled: log μ, [T].
-        mask: the tokens that count, bool, B rows.
-        weights: importance weights, [T], if any.
-        free: the same weights without bounds.
-        kept: tokens that were not rejected, bool [T], if some may be.
+        mask: tokens to include, bool, B rows.
+        weights: importance weights, [T]; None for none.
+        free: the same weights before they were bounded.
+        kept: tokens that were not rejected, bool [T]; None without rejection.
     """
     sums = mismatch_sums(logprobs, sampled, mask)
     sums["mismatch_tokens"] = row_sums(torch.ones_like(logprobs, dtype=torch.float64), mask)
@@ -151,11 +152,11 @@ def correction_sums(
 def mismatch_totals(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
     """Reduce sums per row to 0-dimensional totals: their sums, and the maximum of `mismatch_largest`.
 
-    Totals of parts of the rows add up; names that end in `_max` merge by the maximum. `mismatch_rows` counts the rows
-    with tokens, and `mismatch_perplexity` is the sum over them of exp(−mean d).
+    Totals over disjoint sets of rows can be added; those whose names end in `_max` are merged by the maximum.
+    `mismatch_rows` counts the rows with tokens, and `mismatch_perplexity` is the sum over them of exp(−mean d).
 
     Args:
-        sums: of `mismatch_sums` or `correction_sums`, f64 [B].
+        sums: the result of `mismatch_sums` or `correction_sums`, f64 [B] each.
         tokens: response tokens of each row, integers [B].
     """
     rows = tokens > 0
@@ -172,18 +173,18 @@ def mismatch_totals(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Ten
 
 
 def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return how far π_old is from μ, over the tokens of some rows, by the metrics' names; {} without tokens.
+    """Return metrics of the mismatch between π_old and μ by name, from totals over rows; {} without tokens.
 
     - `mismatch/kl` = −mean d, the k1 estimate of KL(μ ‖ π_old), and `k3` its non-negative estimate;
     - `mismatch/chi2` = mean exp(2 d) − 1, the χ² divergence of tokens;
     - `mismatch/gap` = mean |d|, and `largest_gap` its maximum;
-    - `mismatch/perplexity_ratio`: of π_old over μ, the mean over rows of exp(−mean d);
-    - with weights, `mismatch/weight_mean`, `effective_share`, Kish's effective sample size (Σ w)² / Σ w² as a share of
-      the tokens, and `weights_bounded`, the share of tokens whose weight was bounded;
-    - with rejection, `mismatch/rejected_tokens` and `rejected_rows`, rows of which every token was rejected.
+    - `mismatch/perplexity_ratio` = the mean over rows of exp(−mean d), the perplexity under π_old over that under μ;
+    - with weights: `mismatch/weight_mean`; `effective_share`, Kish's effective sample size (Σ w)² / Σ w² as a share of
+      the tokens; and `weights_bounded`, the share of tokens whose weight was bounded;
+    - with rejection: `mismatch/rejected_tokens`, and `rejected_rows`, rows in which every token was rejected.
 
     Args:
-        totals: of `mismatch_totals`.
+        totals: the result of `mismatch_totals`, as floats.
     """
     total = totals["mismatch_tokens"]
     if not total:
@@ -224,7 +225,7 @@ def lag_masks(mask: Ragged, versions: Tensor, newest: int, lags: Iterable[int]) 
 
 
 def _binary_kl(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:
-    """Return the larger of both divergences between Bernoulli distributions, f64 [T]; 0 outside the mask."""
+    """Return the larger of the two KL divergences of `binary_kl`, f64 [T]; 0 outside the mask."""
     columns = (torch.where(mask.values, column, 0.0).double() for column in (logprobs, sampled))
     own, other = (column.exp().clamp(1e-6, 1 - 1e-6) for column in columns)
 

@@ -54,7 +54,7 @@ def kl_estimate(
     if straight_through and estimator != "k2":
         carrier = difference.square() / 2
         value = kl_estimate(logprobs.detach(), reference_logprobs, estimator, bound=bound)
-        return value + (carrier - carrier.detach())  # the value keeps its bits
+        return value + (carrier - carrier.detach())  # the value stays bit-identical
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -69,7 +69,7 @@ def kl_estimate(
 
 
 def at_bound(kl: Tensor, estimator: KLEstimator, bound: float | None) -> Tensor | None:
-    """Return which of the estimates have the value `bound`, bool [T]; None if the estimator has no bound.
+    """Return which estimates are at `bound`, bool [T]; None if the estimator has no bound.
 
     >>> at_bound(torch.tensor([0.5, 10.0]), "k3", 10.0)
     tensor([False,  True])

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpack.algorithms.errors import AlgorithmError
 
-# Limits of the built-in functions' arguments: the allowed values in words, and a test of a number.
+# Limits on the built-in functions' arguments: a description of the allowed values, and a predicate.
 _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "clip_low": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "clip_high": ("0 or more", lambda value: value >= 0),
@@ -29,9 +29,9 @@ def check_parameters(
     """Raise if a function lacks a configured parameter, or requires one that is not available.
 
     Args:
-        parameters: of the function.
+        parameters: the function's parameters.
         key: `algorithm.loss` or `algorithm.advantage`.
-        offered: names of arguments that are passed if it has such parameters.
+        offered: names of arguments that are passed only if the function has such parameters.
         arguments: names and values of arguments that are always passed.
         positional: number of arguments that are passed by position.
 
@@ -89,7 +89,7 @@ def no_function_error(key: str, target: str, functions: Iterable[str]) -> Algori
     Args:
         key: `algorithm.loss` or `algorithm.advantage`.
         target: `module:function`.
-        functions: those that the module has.
+        functions: names of the functions that the module has.
     """
     module, _, name = target.partition(":")
     return AlgorithmError(

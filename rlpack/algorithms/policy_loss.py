@@ -1,8 +1,8 @@
 """Policy losses: pure functions from the tokens of a microbatch to one loss per token.
 
-A microbatch has whole rows, so a loss may combine the tokens of a row, but never of several rows: its result for a row
-doesn't depend on batching. A loss that depends on statistics of the whole optimizer step declares them with
-`needs_statistics` (rlpack.algorithms.statistics).
+A microbatch consists of whole rows. A loss may combine tokens of the same row, but never of different rows, so its
+result for a row doesn't depend on batching. A loss that depends on statistics of the whole optimizer step declares them
+with `needs_statistics` (rlpack.algorithms.statistics).
 
 Shape letters: T tokens, B rows. r = π / π_old is the ratio of a token, A its advantage. The log-ratio is clamped to
 ±20, before its exponential overflows; there is no gradient outside.
@@ -23,14 +23,14 @@ MAX_LOG_RATIO = 20.0
 class PolicyTokens:
     """The columns of a microbatch that a policy loss reads.
 
-    Outside the mask they may be anything, even NaN.
+    Outside the mask they may hold any values, even NaN.
 
     Attributes:
         logprobs: log-probs of the trained policy, with gradient, [T].
         old_logprobs: log-probs of the policy before the batch's first update, [T].
         advantages: one per token, [T].
         mask: sampled tokens, bool [T].
-        lengths: tokens of each row, int64 [B], rows end to end.
+        lengths: number of tokens of each row, int64 [B]; the rows are concatenated.
 
     Raises:
         AlgorithmError: columns have different shapes, the mask is not bool, or lengths don't add up to T.
@@ -140,12 +140,12 @@ def ppo_clip(
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
-    """Return the loss of GSPO per token, with the ratio of the sequence.
+    """Return the GSPO loss per token, which uses the ratio of the whole sequence.
 
     `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)` with s = (Π r)^(1/n) of the row (Zheng et al. 2025,
-    arXiv:2507.18071). All tokens of a row have the row's loss, so with `seq_mean_token_mean` value and gradient are
-    those of the paper. This is the paper's GSPO-token form, in which s has the gradient of the token's own ratio, so
-    advantages may differ within a row.
+    arXiv:2507.18071). Every token has its row's loss, so with `seq_mean_token_mean` the value and gradient match the
+    paper's. This is the paper's GSPO-token form: s has the gradient of the token's own ratio, so advantages may differ
+    within a row.
 
     >>> both = torch.tensor([True, True])
     >>> tokens = PolicyTokens(torch.tensor([2.0, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
@@ -156,11 +156,11 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
 
 
 def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyLoss:
-    """Return `-A·(Π r̂)^(1/n)` over the row's n tokens, with ratios that are clipped one by one.
+    """Return `-A·(Π r̂)^(1/n)` over the row's n tokens, with each ratio clipped separately.
 
-    GMPO (Zhao et al. 2025, arXiv:2507.20673): r̂ is at most e^clip_high where A > 0, and at least e^(-clip_low) where
-    A < 0, so the bounds are log-ratios. A geometric mean is less sensitive to single ratios than PPO's arithmetic one.
-    All tokens of a row have the row's loss, so with `seq_mean_token_mean` value and gradient are those of the paper.
+    GMPO (Zhao et al. 2025, arXiv:2507.20673): r̂ is at most e^clip_high where A > 0, and at least e^(-clip_low) where A
+    < 0, so the bounds are log-ratios. A geometric mean is less sensitive to single ratios than PPO's arithmetic one.
+    Every token has its row's loss, so with `seq_mean_token_mean` the value and gradient match the paper's.
 
     >>> both = torch.tensor([True, True])
     >>> tokens = PolicyTokens(torch.tensor([0.5, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
@@ -226,10 +226,11 @@ def dppo_tv(
 ) -> PolicyLoss:
     """Return `-sg(min(r, max_ratio))·A·log π` where the token's probability has moved little, else 0.
 
-    DPPO with the binary total variation (Qi et al. 2026, arXiv:2602.04879); sg stops the gradient. With p = π and
-    q = π_old of the token, its loss is 0 if A > 0 and p - q > clip_high, or A ≤ 0 and q - p > clip_low. Tokens of
-    low probability may change by large ratios, and those of high probability by small ones. The paper's q is of the
-    policy that sampled: `algorithm.correction.bypass=true`.
+    DPPO with the binary total variation (Qi et al. 2026, arXiv:2602.04879); sg stops the gradient. For a token with
+    probabilities p under π and q under π_old, the loss is 0 if A > 0 and p - q > clip_high, or A ≤ 0 and q - p >
+    clip_low. Low-probability tokens may thus change by large ratios, high-probability tokens only by small ones. In the
+    paper, q is the probability under the policy that sampled the token; `algorithm.correction.bypass=true` matches
+    that.
 
     >>> tokens = PolicyTokens(
     ...     torch.tensor([0.02, 0.9, 0.5]).log(), torch.tensor([0.01, 0.5, 0.5]).log(), torch.ones(3),
@@ -253,10 +254,10 @@ def dppo_tv(
 def dppo_kl(
     tokens: PolicyTokens, *, clip_low: float = 0.05, clip_high: float = 0.05, max_ratio: float = 20.0
 ) -> PolicyLoss:
-    """Return the loss of `dppo_tv`, with the binary KL divergence in place of the change of probability.
+    """Return the loss of `dppo_tv`, bounding the binary KL divergence instead of the change in probability.
 
-    q·log(q/p) + (1 - q)·log((1 - q)/(1 - p)) of the token's probabilities; 1e-8 is added to 1 - q and 1 - p. Tokens
-    whose probability moved against the sign of A are never masked (Qi et al. 2026, arXiv:2602.04879).
+    The divergence is q·log(q/p) + (1 - q)·log((1 - q)/(1 - p)), with 1e-8 added to 1 - q and 1 - p. Tokens whose
+    probability moved against the sign of A are never masked (Qi et al. 2026, arXiv:2602.04879).
 
     >>> tokens = PolicyTokens(
     ...     torch.tensor([0.02, 0.9]).log(), torch.tensor([0.01, 0.5]).log(), torch.ones(2),
@@ -314,7 +315,7 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None, *, lowest_open: bool = True) -> None:
-    """Raise an `AlgorithmError` for bounds that make no trust region."""
+    """Raise an `AlgorithmError` if the bounds don't define a trust region."""
     if not (0 <= clip_low < 1 or (clip_low == 1 and not lowest_open)):
         raise AlgorithmError(f"clip_low is {clip_low}; set algorithm.clip_low from 0 to below 1")
     if not clip_high >= 0:

@@ -103,7 +103,7 @@ def row_advantages(
 
 
 def call_with(function: Callable[..., Any], *positional: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:
-    """Call a function with all `arguments`, and those of `offered` that are among its parameters.
+    """Call a function with all `arguments`, and with those of `offered` that match its parameters.
 
     Keywords that a `functools.partial` sets keep their values, unless `arguments` has them.
     """

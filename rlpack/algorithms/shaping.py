@@ -7,7 +7,7 @@ from rlpack.algorithms.errors import AlgorithmError
 
 
 def soft_overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Return the term to add to each reward for the response's length, f32 [B].
+    """Return the length penalty to add to each reward, 0 or negative, f32 [B].
 
     Soft overlong punishment (equation 13): 0 for short responses, then linear down to -penalty over the last `buffer`
     tokens before `longest`.

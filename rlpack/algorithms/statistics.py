@@ -67,7 +67,7 @@ def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict
 def kl_cov(tokens: PolicyTokens, *, statistics: dict[str, float], share: float = 2e-4, coef: float = 1.0) -> PolicyLoss:
     """Return `-r·A`, with `coef`·|log r| added for the tokens that would lower the entropy most.
 
-    KL-Cov (Cui et al. 2025, arXiv:2505.22617): they are the `share` of the optimizer step's tokens with the largest
+    KL-Cov (Cui et al. 2025, arXiv:2505.22617): these are the `share` of the optimizer step's tokens with the largest
     covariance (log π - mean)·(A - mean) of log-probability and advantage.
 
     Args:
