@@ -52,7 +52,7 @@ def pack_items(batching: Batching, items: RowSets, seed: int) -> tuple[np.ndarra
 def split_bins(batching: Batching, items: RowSets, labels: np.ndarray, num_bins: int) -> np.ndarray:
     """Split bins until there are `num_bins`; return the labels.
 
-    The costliest bin of several items is halved, as long as there is one.
+    The costliest bin with several items is halved repeatedly, as long as there is one.
     """
     sizes = np.bincount(labels)
     if sizes.size >= num_bins:
@@ -107,9 +107,10 @@ def _bin_per_rank(request: PlanRequest, items: RowSets, oversized: np.ndarray) -
 
 
 def _equal_parts(request: PlanRequest, items: RowSets) -> list[np.ndarray]:
-    """Return the items of each rank, ascending, as many ranks as have any; their numbers differ by at most one.
+    """Return the items of each rank that has any, ascending; the numbers of items differ by at most one.
 
-    They have similar costs if `batching.equal_rows` is set, unless `balance` is "none"; else each is a run of items.
+    Ranks get similar costs if `batching.equal_rows` is set and `balance` isn't "none"; otherwise each gets a run of
+    items.
     """
     batching, count = request.batching, min(request.dp_size, max(1, items.size))
     if batching.equal_rows and batching.balance != "none" and items.size:
@@ -118,7 +119,7 @@ def _equal_parts(request: PlanRequest, items: RowSets) -> list[np.ndarray]:
 
 
 def _pack_all(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the labels of `pack_items`, in which oversized items have the last bins, and whether it hit its limit."""
+    """Run `pack_items`, with oversized items in the last bins; return labels and whether the search hit its limit."""
     if request.batching.mode == "fixed" or not oversized.any():  # chunks in arrival order hold such an item alone
         return pack_items(request.batching, items, request.seed)
     packed, hit_limit = pack_items(request.batching, items.select(~oversized), request.seed)
@@ -200,8 +201,8 @@ def _with_oversized(shared: np.ndarray, oversized: np.ndarray) -> np.ndarray:
 def _cells_by_cost(costs: np.ndarray, ranks: int, num_indices: int) -> np.ndarray:
     """Return the cell of each bin, int64 [K]; bins of similar cost share an index.
 
-    A pipeline fills with its first microbatch and drains with its last, while some of its stages are idle: the lightest
-    bins go there.
+    Some stages of a pipeline are idle while it fills during the first microbatch and drains during the last. The
+    lightest bins go there.
     """
     place = np.empty_like(costs)
     place[decreasing(costs)] = np.arange(costs.size)

@@ -34,8 +34,8 @@ def candidates(
         batching: the mode and the budget.
         items: the items to put into bins.
         packed: labels of as few bins as the mode's packer finds.
-        num_bins: most bins to use.
-        ranks: number of bins that meet at one index.
+        num_bins: maximum number of bins.
+        ranks: number of bins at one index.
     """
     if items.size == 0:
         yield packed
@@ -54,9 +54,10 @@ def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
 
     The bound holds for every way of dealing packed rows to the ranks.
 
-    An index costs at least its costliest row. The first k indices cost at least what the longest rows 1, R + 1, … of R
-    ranks cost, as long as no two of these fit together; their R · k bins hold at most as many of the costliest rows as
-    the budget allows, and the remaining rows make up the other indices.
+    An index costs at least as much as its costliest row. Number the rows from 1 by decreasing length, and let R be the
+    number of ranks. The first k indices then cost at least as much as the first k of rows 1, R + 1, 2 R + 1, …, as long
+    as no two of these fit into one bin. The R · k bins of these indices hold at most as many of the costliest rows as
+    the budget allows; the remaining rows go to the other indices.
     """
     total = int(items.costs.sum())
     bound = -(-total // ranks)
@@ -141,7 +142,7 @@ def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[n
 
 
 def _tightest_budget(batching: Batching, counts: np.ndarray, widths: np.ndarray, num_bins: int) -> int:
-    """Bisect the smallest budget at which `num_bins` runs hold all rows."""
+    """Find the smallest budget at which `num_bins` runs hold all rows, by bisection."""
     high = min(batching.budget, int(counts.sum() * widths[0]))
     low = 0
     while low + 1 < high and (high - low) * 1000 > high:

@@ -13,8 +13,8 @@ In fixed mode rows stay in arrival order: each rank gets a run of them and chunk
 rows are divided among ranks first. With `balance=none` the packer's bins stay as they are, in arrival order, and each
 rank gets a run of them.
 
-Two types carry the data from the request to the plan: `Rows`, and `RowSets` for items and bins. What a plan guarantees
-is numbered in `rlpack.packing.analysis.invariants`.
+Two types carry the data from the request to the plan: `Rows`, and `RowSets` for items and bins.
+`rlpack.packing.analysis.invariants` numbers the guarantees of a plan.
 """
 
 from dataclasses import replace

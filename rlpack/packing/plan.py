@@ -38,9 +38,9 @@ class RankPlan:
         rank: the data-parallel rank.
         num_ranks: number of data-parallel ranks.
         rows: rows of the batch on this rank, in dispatch order, int64 [n].
-        lengths: their tokens after truncation, int64 [n].
-        shared: their leading tokens that another row of the microbatch holds, int64 [n].
-        owners: the place of that row among `rows`, or the row's own, int64 [n].
+        lengths: tokens of each of these rows after truncation, int64 [n].
+        shared: leading tokens of each that another row of the microbatch holds, int64 [n].
+        owners: index in `rows` of the row that holds them; of the row itself if it shares nothing, int64 [n].
         counts: rows of each microbatch, int64 [M], over all optimizer steps.
         padded_lengths: padded length of each microbatch, int64 [M].
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].

@@ -1,4 +1,4 @@
-"""Prompts that several rows of a microbatch have in common, and that it computes once.
+"""Prompts that several rows of a microbatch have in common, computed only once.
 
 Causal attention gives the tokens of a prompt the same hidden states in every row that begins with it. The first row
 of a group in a microbatch, the owner, holds the prompt; the other rows have slots only for their remaining tokens,
@@ -16,7 +16,7 @@ import numpy as np
 
 from rlpack.packing.algorithms.sorting import by_first_row
 
-# Groups are divided until each rank has so many items per microbatch and optimizer step: fewer can't be balanced.
+# Groups are divided until an optimizer step has this many items per microbatch: fewer can't be balanced.
 _ITEMS_PER_MICROBATCH = 4
 
 
@@ -46,10 +46,10 @@ def shared_tokens(lengths: np.ndarray, prefixes: np.ndarray, owners: np.ndarray)
 
 
 def sharing_groups(groups: np.ndarray, *, rows_per_step: int, num_microbatches: int) -> np.ndarray:
-    """Return groups to plan with, int64 [B]: within an optimizer step, and enough of them to balance.
+    """Divide groups that span optimizer steps or are too few to balance; return new group ids, int64 [B].
 
-    Rows of a prompt that are in two optimizer steps can't share it. If a step has few prompts for its microbatches,
-    their rows are divided into equal runs.
+    Rows of a prompt that are in two optimizer steps can't share it. If a step has few prompts for its number of
+    microbatches, their rows are divided into equal runs.
 
     >>> sharing_groups(np.array([7, 7, 7, 7]), rows_per_step=4, num_microbatches=1).tolist()
     [0, 1, 2, 3]
@@ -61,7 +61,7 @@ def sharing_groups(groups: np.ndarray, *, rows_per_step: int, num_microbatches: 
     Args:
         groups: id of each row's prompt, int64 [B].
         rows_per_step: rows of an optimizer step, in arrival order.
-        num_microbatches: microbatches of an optimizer step over all ranks, at the least.
+        num_microbatches: minimum number of microbatches of an optimizer step, over all ranks.
     """
     pieces = np.zeros_like(groups)
     next_id = 0

@@ -27,7 +27,7 @@ from rlpack.packing.analysis.cost import lockstep_cost
 _CLOSE = 2**12
 _MAX_SWEEPS = 32
 _PATIENCE = 3
-# Fractions of the largest possible gain from which on no one-for-one or one-for-two exchange is searched.
+# No further one-for-one (one-for-two) exchange is searched once the best gain is this fraction of the largest possible.
 _ALMOST, _GOOD = 0.95, 0.75
 _WINDOW = 12
 # Sorting the bins before a sweep takes as long as trying this many exchanges per bin.
@@ -47,7 +47,7 @@ class _Exchange(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two bins that may exchange items; the donor's excess over its goal is `gap` more than the receiver's."""
+    """Two bins that may exchange items; the donor's excess over its goal exceeds the receiver's by `gap`."""
 
     donor: int
     receiver: int

@@ -1,4 +1,4 @@
-"""RowSets: sets of rows that are moved as one, with their slots and costs.
+"""RowSets: sets of rows that move as a unit, with their slots and costs.
 
 A set is a single row, a group of rows, or a whole microbatch. Merging rows gives groups; merging rows and groups
 (called items) gives microbatches (called bins while they are formed).
@@ -35,7 +35,7 @@ class RowSets:
         """Return one set per row; without a cost model, a row costs its slots.
 
         Args:
-            slots: of each row, int64 [B].
+            slots: slots of each row, int64 [B].
             cost: cost model of a row.
             shared: leading slots of each row that another row of its set has, int64 [B]; None for none.
         """

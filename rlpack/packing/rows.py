@@ -22,7 +22,7 @@ from rlpack.packing.prefixes import owners_of, shared_tokens
 from rlpack.packing.request import PlanRequest
 from rlpack.packing.row_sets import RowSets
 
-# The ranks that share a microbatch have max_tokens slots each; a plan knows only the slots of all.
+# The ranks that share a microbatch have max_tokens slots each; a plan knows only their sum.
 _SLOTS = "slots of a microbatch (batching.max_tokens of each rank that shares it)"
 
 

@@ -1,8 +1,8 @@
 """Best-fit: each row goes into the bin where it leaves the least free room.
 
-Bins are kept in buckets by free room, each a linked list. A bitset marks the buckets that hold bins, and each bit of
-the level above marks 64 buckets of which any does. The next filled bucket is found in one lookup per level: three
-levels for a capacity of 262,143.
+Bins are kept in buckets by free room, each a linked list. A bitset marks the non-empty buckets, and each bit of the
+next level up marks 64 bits of which at least one is set. The next non-empty bucket is found with one lookup per level,
+of which there are three for a capacity of 262,143.
 """
 
 import math
@@ -13,7 +13,7 @@ from rlpack.packing.algorithms.jit import compiled
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, by best-fit in order, int64 [B]; bins are numbered in order of opening."""
+    """Return the bin of each row, by best-fit in row order, int64 [B]; bins are numbered in order of opening."""
     words = [-(-(capacity + 1) // 64)]
     while words[-1] > 1:
         words.append(-(-words[-1] // 64))
@@ -23,7 +23,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _best_fit(sizes: np.ndarray, capacity: int, bits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the bin of each row; `bits` concatenates all levels, of which level l starts at `starts[l]`."""
+    """Return the bin of each row; `bits` concatenates all levels; level l starts at `starts[l]`."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     first = np.zeros(capacity + 1, dtype=np.int32)  # number of the bucket's first bin, plus one; 0 is none
     after = np.zeros(sizes.size + 2, dtype=np.int32)
@@ -66,13 +66,13 @@ def _next_filled(bits: np.ndarray, starts: np.ndarray, bucket: int) -> int:
 
 @compiled
 def _lowest(marks: int) -> int:
-    """Return the position of the lowest set bit, from a power of two, which is exact as a float."""
+    """Return the position of the lowest set bit, by way of a float, which represents powers of two exactly."""
     return math.frexp(float(marks & (~marks + np.uint64(1))))[1] - 1
 
 
 @compiled
 def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Set a bucket's bit, and the bit above it if it is the first of its word, and so on."""
+    """Set a bucket's bit; if it is the first in its word, also set the bit above it, and so on up the levels."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)
@@ -85,7 +85,7 @@ def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
 
 @compiled
 def _clear(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Clear a bucket's bit, and the bit above it if it was the last of its word, and so on."""
+    """Clear a bucket's bit; if it was the last in its word, also clear the bit above it, and so on up the levels."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)

@@ -1,15 +1,16 @@
 """Cut rows sorted by length into a given number of padded microbatches with the least padding.
 
-Rows are sorted by decreasing length, so a part of rows (i, j] takes (P[j] − P[i]) · w[i] slots: its rows times the
-longest. These costs satisfy the quadrangle inequality, also with an infinite cost for parts over the budget. Hence:
+Rows are sorted by decreasing length, so a part (i, j] takes (P[j] − P[i]) · w[i] slots: its number of rows, by prefix
+sums P, times the length of its longest row. These costs satisfy the quadrangle inequality, even with an infinite cost
+for parts over the budget. Hence:
 
 - the best start of the last part is monotone in j, and a queue of candidates finds all of them in O(n log n)
   (Galil and Park, "A linear-time algorithm for concave one-dimensional dynamic programming", Inf. Process. Lett. 33,
   1990, describe this and faster ones);
-- the least slots are convex in the number of parts, so for any number of parts some price per part makes it optimal
-  (Aggarwal, Schieber and Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave Monge property",
-  Discrete Comput. Geom. 12, 1994). If a price makes several numbers of parts optimal, a path with the requested
-  number lies between the one with the fewest and the one with the most parts.
+- the minimum number of slots is convex in the number of parts, so every number of parts is optimal at some price per
+  part (Aggarwal, Schieber and Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave Monge
+  property", Discrete Comput. Geom. 12, 1994). If a price makes several numbers of parts optimal, a path with the
+  requested number lies between the one with the fewest and the one with the most parts.
 """
 
 import numpy as np
@@ -23,13 +24,13 @@ _LARGEST = 2**62
 
 
 def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> np.ndarray:
-    """Return the parts with the least Σ rows × width, int64 [I].
+    """Return the part of each item, minimizing Σ rows × width, int64 [I].
 
     Args:
         counts: rows of each item, int64 [I].
         widths: padded length of each item, decreasing, int64 [I].
-        parts: most parts to use; with fewer items, each item is a part.
-        capacity: most slots of a part of several items; large enough for `parts` parts to hold all items.
+        parts: maximum number of parts; with fewer items, each item is a part.
+        capacity: maximum slots of a part with several items; large enough for `parts` parts to hold all items.
     """
     if parts >= counts.size:
         return np.arange(counts.size)
@@ -52,9 +53,9 @@ def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacit
 
 
 def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
-    """Return a path of `parts` parts of least cost: the start of `many` joined to the end of `few`.
+    """Return a cheapest path with `parts` parts: the start of `many` joined to the end of `few`.
 
-    Both paths have least cost at the same price per part.
+    Both are cheapest paths at the same price per part.
     """
     ahead = parts - (few.size - 1)
     for at in range(few.size - 1):
@@ -83,8 +84,8 @@ def _path(starts: np.ndarray) -> np.ndarray:
 def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
     """Return the start of the last part on the cheapest path to each end, int64 [I + 1].
 
-    A part costs its slots plus `price`. Ties go to the path with the fewest parts, or without `fewest` to that with the
-    most. The queue holds starts, and the first end for which each is best.
+    A part costs its slots plus `price`. Ties go to the path with the fewest parts, or with the most if `fewest` is
+    false. The queue holds candidate starts, each with the first end for which it is best.
     """
     size = widths.size
     costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
@@ -126,10 +127,10 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
 def _wins(
     rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
 ) -> bool:
-    """Return whether start `start` is better for an end than the earlier start `other`.
+    """Return whether the part that ends at `end` should begin at `start` rather than at the earlier `other`.
 
-    The later start always wins if the part from the earlier one is over the budget. `gap` is how much more the path to
-    the later start costs, and `tie` whether the later start wins at equal cost.
+    The later start always wins if the part from the earlier one is over the budget. `gap` is the extra cost of the path
+    to the later start, and `tie` says whether the later start wins at equal cost.
     """
     if end <= start:
         return False

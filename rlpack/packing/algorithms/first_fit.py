@@ -50,7 +50,7 @@ def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int
 def _add_medium(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Run step 3 of the module's list; `bounds` are those of the medium rows."""
+    """Run step 3 of the module docstring; `bounds` delimit the medium rows."""
     first, stop = bounds
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], first)
@@ -63,7 +63,7 @@ def _add_medium(
 def _add_two_small(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Run step 4 of the module's list; `bounds` are those of the small rows.
+    """Run step 4 of the module docstring; `bounds` delimit the small rows.
 
     A bin with a medium row has no room for a small one: 1/2 + 1/3 + 1/6 = 1.
     """
@@ -86,7 +86,7 @@ def _add_two_small(
 
 @compiled
 def _fill_up(ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray) -> None:
-    """Run step 5 of the module's list."""
+    """Run step 5 of the module docstring."""
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], 0)
         while row < labels.size:

@@ -1,6 +1,6 @@
 """Split the costliest bins in half until there are enough.
 
-The halves of a packed bin have similar costs. A padded bin, and a packed one whose rows keep their order, is cut where
+The halves of a packed bin have similar costs. Padded bins, and packed bins whose rows keep their order, are cut so that
 the costlier half costs as little as possible.
 """
 
@@ -26,8 +26,8 @@ def halve_costliest(
 
     Args:
         labels: bin of each item, int64 [I].
-        members: items of one bin after the other, int64 [I]: in arrival order, or packed ones costliest first and
-            padded ones widest first.
+        members: items, bin by bin, int64 [I]: in arrival order, or else costliest first in packed bins and widest first
+            in padded ones.
         sizes: number of items of each bin, int64 [K].
         count: number of bins to reach.
         counts: rows of each item, int64 [I].
@@ -78,9 +78,9 @@ def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed:
 def _halve(members: np.ndarray, costs: np.ndarray) -> int:
     """Reorder packed members into two parts of similar cost; return the size of the first, at least 1.
 
-    Members come costliest first, and each goes to the cheaper part. One that costs nothing, or that finds both parts
-    equal, goes to the part with fewer members: if all members without cost were in one part, it would have to be halved
-    once for each of them.
+    Members come costliest first, and each goes to the cheaper part. A member that costs nothing, or for which both
+    parts are equally cheap, goes to the part with fewer members. If all zero-cost members were in one part, that part
+    would have to be halved once for each of them.
     """
     others = np.zeros(members.size, dtype=np.int64)
     first, second, ahead = 0, 0, 0
@@ -102,7 +102,7 @@ def _halve(members: np.ndarray, costs: np.ndarray) -> int:
 
 @compiled
 def _halve_packed_in_order(members: np.ndarray, costs: np.ndarray) -> int:
-    """Return the size of the first part if packed members are cut where the costlier part costs least.
+    """Return the size of the first part if packed members are cut to minimize the cost of the costlier part.
 
     Ties go to the cut nearest to the middle.
     """
@@ -118,7 +118,7 @@ def _halve_packed_in_order(members: np.ndarray, costs: np.ndarray) -> int:
 
 @compiled
 def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
-    """Return the size of the first part if padded members are cut where the costlier part costs least.
+    """Return the size of the first part if padded members are cut to minimize the cost of the costlier part.
 
     Ties go to the cut nearest to the middle.
     """

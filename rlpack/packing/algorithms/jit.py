@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Compiled(Generic[P, R]):
-    """A function that is compiled at its first call."""
+    """A function that is compiled on its first call."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         update_wrapper(self, function)
@@ -33,9 +33,9 @@ class Compiled(Generic[P, R]):
 
 
 def compiled(function: Callable[P, R]) -> Compiled[P, R]:
-    """Compile `function` with Numba at its first call.
+    """Compile `function` with Numba on its first call.
 
-    Numba is imported at that call, so that importing the planner stays cheap, and the machine code is cached on disk.
+    Numba is imported only then, so that importing the planner stays cheap, and the machine code is cached on disk.
     Without Numba (missing, or disabled by NUMBA_DISABLE_JIT) the result is the same, only slower. A compiled function
     may call other compiled functions of its module.
     """

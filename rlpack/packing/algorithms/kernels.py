@@ -52,8 +52,8 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> np.ndarray:
     """Return the bin of each row: the cheapest with room.
 
-    Rows are placed in order; all rows from the first that fits nowhere get −1. A bin without room for a row is set
-    aside, in a heap by free room, until a row fits into it.
+    Rows are placed in order. If a row fits nowhere, it and all later rows get −1. A bin without room for the current
+    row waits in a heap, ordered by free room, until a row fits into it.
     """
     labels = np.full(slots.size, -1)
     used, loads = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -81,8 +81,8 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
     """Return the padded microbatch of each item, cut greedily and in order.
 
     An item is `counts` rows padded to `widths`; one row of that width costs `costs`, which grows with the width. A
-    microbatch is closed before an item with which it would pass a limit: rows, rows × width, or rows × cost. An item
-    that passes a limit by itself gets its own microbatch.
+    microbatch is closed before the item that would make it exceed a limit on rows, rows × width, or rows × cost. An
+    item that exceeds a limit on its own gets its own microbatch.
     """
     max_rows, max_slots, max_cost = limits
     labels = np.zeros(counts.size, dtype=np.int64)
@@ -102,8 +102,8 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
 def deal(slots: np.ndarray) -> np.ndarray:
     """Return the rank of each microbatch, int64 [indices, ranks]; every rank gets one microbatch of each index.
 
-    Indices are dealt by decreasing spread of their `slots`, int64 [indices, ranks]. At each index, the microbatch with
-    the most slots goes to the rank with the fewest slots so far.
+    Indices are dealt in order of decreasing spread of their `slots`, int64 [indices, ranks]. At each index, the
+    microbatch with the most slots goes to the rank with the fewest slots so far.
     """
     indices, ranks = slots.shape
     rank_of = np.zeros((indices, ranks), dtype=np.int64)

@@ -2,9 +2,10 @@
 
 1. Fill one bin after another with the largest remaining row and the completion that leaves the least room, found by a
    depth-first search over the remaining sizes (the minimum bin slack heuristic of Gupta and Ho, Production Planning and
-   Control 10, 1999). A completion is repeated as often as its sizes last. The start of the search (the largest sizes,
-   a half or a third of the room) determines which sizes remain at the end, so all three are tried.
-2. As long as this saves bins: empty the bins with room and some of the full ones, and fill them again.
+   Control 10, 1999). A completion is repeated for as many bins as the remaining rows of its sizes allow. The start of
+   the search (the largest sizes, a half or a third of the room) determines which sizes remain at the end, so all three
+   are tried.
+2. While this saves bins, empty the bins with free room and some of the full ones, and refill them.
 
 Work is counted in rows tried, never in seconds, so that a plan is the same on every machine. For some ten thousand rows
 the limit is about half a second on one core; it is checked between fillings, which take longer with more rows. The
@@ -47,7 +48,7 @@ def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -
     Args:
         labels: bin of each row, int64 [B].
         sizes: slots of each row, int64 [B], none over the capacity.
-        capacity: most slots of a bin.
+        capacity: maximum slots of a bin.
         fewest: lower bound on the number of bins, at which the search stops.
     """
     if not (sizes > 0).all():  # rows without slots fit anywhere
@@ -129,10 +130,10 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
 
 @compiled
 def _highest(stock: _Stock, at: int, forget: bool) -> int:
-    """Return the number, from 1, of the highest remaining size up to the `at`-th; 0 if there is none.
+    """Return the 1-based index of the largest remaining size among the first `at`; 0 if there is none.
 
-    If `forget` is set, sizes without rows are skipped by all later calls too. A search puts its rows back, so it does
-    not set it.
+    If `forget` is set, later calls also skip the sizes that have run out of rows. A search puts its rows back, so it
+    does not set it.
     """
     while at > 0:
         while stock.below[at] != at:
@@ -148,7 +149,7 @@ def _highest(stock: _Stock, at: int, forget: bool) -> int:
 
 @compiled
 def _times(stock: _Stock, pattern: np.ndarray) -> int:
-    """Return how many times the remaining rows allow a pattern of sizes."""
+    """Return how many times a pattern of sizes can be taken from the remaining rows."""
     times = stock.left[pattern[0] - 1]
     for at in range(pattern.size):
         needed = 0

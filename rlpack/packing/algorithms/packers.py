@@ -28,7 +28,7 @@ _MAX_BUCKETS = 2**22
 def pack(
     lengths: Integers, capacity: int, algorithm: Algorithm = "best_fit_decreasing", *, seed: int = 0
 ) -> list[np.ndarray]:
-    """Return bins that hold at most `capacity` slots: ascending rows, int64 each.
+    """Return bins of at most `capacity` slots, each as the ascending indices of its rows, int64.
 
     >>> [bin.tolist() for bin in pack([4, 1, 3, 2], capacity=5)]
     [[0, 1], [2, 3]]
@@ -37,9 +37,9 @@ def pack(
         lengths: slots of each row, alignment included.
         capacity: most slots of a bin.
         algorithm: `concatenative` fills one bin after another in arrival order; `first_fit_decreasing`;
-            `modified_first_fit_decreasing` (Johnson and Garey, "A 71/60 theorem for bin packing", Journal of
-            Complexity 1, 1985); `first_fit_shuffle`, first-fit in a random order; `best_fit_decreasing`;
-            `optimal`, a search for fewer bins if best-fit's are above the lower bound.
+            `modified_first_fit_decreasing` (Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity
+            1, 1985); `first_fit_shuffle`, first-fit in a random order; `best_fit_decreasing`; `optimal`, which searches
+            for fewer bins if best-fit needs more than the lower bound.
         seed: seed of `first_fit_shuffle`.
 
     Raises:
@@ -86,9 +86,9 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
     """Return a lower bound on the number of bins.
 
     The bound is the larger of ceil(Σ lengths / capacity) and L2 of Martello and Toth ("Lower bounds and reduction
-    procedures for the bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, rows over
-    capacity − a have a bin to themselves, no two rows over half the capacity share one, and rows of at least a fill the
-    room that those leave.
+    procedures for the bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, each row over
+    capacity − a needs a bin to itself, no two rows over half the capacity share a bin, and the other rows of at least a
+    fill the room that those leave.
 
     >>> lower_bound([6, 6, 6], capacity=10)
     3
@@ -103,7 +103,7 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
 
 
 def fewest_bins(sizes: np.ndarray, room: int) -> int:
-    """Return `lower_bound` of sizes, int64 [B], that all fit; sizes may exceed the limit of a length."""
+    """Return `lower_bound` of unchecked sizes, int64 [B]: all have to fit, but may exceed the limit on lengths."""
     if sizes.size == 0:
         return 0
     ascending = np.sort(sizes)

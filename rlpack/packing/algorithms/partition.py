@@ -13,17 +13,18 @@ from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import UNLIMITED, Integers, check_count, to_list_or_array
 from rlpack.packing.rebalance import rebalance
 
-# Differencing takes time in rows × parts. Beyond this, parts have enough rows that largest-first is as good.
+# Differencing takes time proportional to rows × parts. Beyond this product, parts have so many rows that largest-first
+# is as good.
 _DIFFERENCING_LIMIT = 2**24
 
 
 def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:
-    """Return k parts with similar sums of weights: ascending rows, int64 each.
+    """Return k parts with similar sums of weights, each as the ascending indices of its rows, int64.
 
-    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for k ways: keep
-    partial partitions, and merge the two that differ most, the heaviest part of one with the lightest of the other.
-    With very many rows and parts, each row goes to the lightest part, heaviest rows first, and then rows are
-    exchanged.
+    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for k ways:
+    repeatedly merge the two partial partitions whose parts differ most, the heaviest part of one with the lightest part
+    of the other. With very many rows and parts, each row goes to the lightest part, heaviest rows first, and then rows
+    are exchanged.
 
     >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
     [[0, 2], [1, 3, 4]]
@@ -81,7 +82,7 @@ def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndar
 
 
 def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
-    """Return the part of each row, int64 [B]: the lightest, heaviest rows first; parts are then rebalanced."""
+    """Assign rows, heaviest first, to the lightest part, then rebalance; return the part of each row, int64 [B]."""
     order, slots = decreasing(weights), np.zeros_like(weights)
     parts = np.empty_like(weights)
     parts[order] = kernels.spread(slots, weights[order], k, UNLIMITED)
@@ -100,7 +101,7 @@ def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) ->
     sums = weights.copy()
     next_part, next_row, last_row = np.full(total, -1), np.full(total, -1), np.arange(total)
     sizes = np.full(total, block)
-    heads = order.copy()  # of each state, by the position of its first row in `order`: its heaviest part
+    heads = order.copy()  # heaviest part of each state, indexed by the position of its first row in `order`
     heap = [(0, 0) for _ in range(0)]
     for start in range(0, total, block):
         _link(order[start : start + block], k, sums, next_part)

@@ -54,7 +54,7 @@ class Cost:
         return self.linear * slots + self.quadratic * slots * slots
 
     def of_rest(self, lengths: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
-        """Return the cost of the tokens after the first `shared` ones, which still attend to them: float64 [B]."""
+        """Return the cost of each row's tokens after its first `shared`, which they still attend to, float64 [B]."""
         return self.of(lengths) if shared is None else self.of(lengths) - self.of(shared)
 
 

@@ -1,4 +1,4 @@
-"""The guarantees of every plan, checked from only the request and the finished plan.
+"""The guarantees of every plan, checked from the request and the finished plan alone.
 
 1. Every row is planned once, or dropped if `overlong` is "drop". An optimizer step holds the same rows as with plain
    batching: `mini_batch_size` rows in arrival order.
@@ -7,8 +7,8 @@
 3. All ranks have the same number of microbatches in every optimizer step; those without rows are dummy microbatches.
 4. That number is a multiple of `divisible_by` and at least `min_microbatches`. There is a dummy microbatch only if no
    microbatch is left to split.
-5. The rows of a group, or of a part of one that was split, are in one microbatch. Tokens that a row shares are those
-   of an earlier row of its microbatch with the same prompt.
+5. The rows of a group, or of one part of a split group, are in one microbatch. A row shares tokens only with an earlier
+   row of its microbatch that has the same prompt.
 6. Any number of rows can be planned on any number of ranks.
 7. The same request gives the same plan.
 
@@ -28,7 +28,7 @@ from rlpack.packing.plan import Microbatch, MicrobatchPlan
 def assert_invariants(plan: MicrobatchPlan) -> None:
     """Raise an `AssertionError` that names the first guarantee that a plan breaks.
 
-    A broken guarantee is a bug of the planner.
+    A broken guarantee is a bug in the planner.
     """
     _assert_rows(plan)
     _assert_steps(plan)

@@ -2,9 +2,9 @@
 
 Invariants:
 
-1. Every real token has its own slot, in row order, or that of an equal token at the same position of another row.
+1. Every real token has its own slot, in row order, or the slot of an equal token at the same position in another row.
 2. In a packed row the segments cover every slot, and no segment holds two sequences.
-3. The ranks of a context-parallel group hold every slot of a packed row once, and equal numbers of slots.
+3. Each slot of a packed row is on exactly one rank of a context-parallel group, and all ranks hold equally many slots.
 
 `tests/unit/packing/analysis/test_layouts.py` asserts them.
 """
@@ -27,8 +27,9 @@ class Layout:
         position_ids: int64 of `shape`; they restart at each sequence.
         cu_seqlens: bounds of the segments, int32 [S+1], from 0 to the last slot; None if padded.
         max_seqlen: slots of the longest segment.
-        key_lengths: keys of each segment, int64 [S]; None if they are its own slots.
-        key_slots: the slots of the keys of all segments, int64 [Σ key_lengths]; None if they are its own slots.
+        key_lengths: number of keys of each segment, int64 [S]; None if the keys are the segment's own slots.
+        key_slots: slots of the keys of all segments, int64 [Σ key_lengths]; None if the keys are the segments' own
+            slots.
     """
 
     shape: tuple[int, int]
@@ -45,7 +46,7 @@ class ContextParallelSlots:
     """The part of a packed row on one context-parallel rank.
 
     Attributes:
-        slots: the slots of the whole packed row on this rank, in local order, int64 [T / cp].
+        slots: this rank's slots, as indices into the whole packed row, in local order, int64 [T / cp].
         sequence: sequence of each slot, int64 [T / cp].
         is_padding: whether a slot holds no real token, bool [T / cp].
         cu_seqlens: bounds of the sequences in the whole row, alignment included, int32 [S+1].
@@ -98,10 +99,10 @@ def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | 
 
 
 def shared_layout(lengths: np.ndarray, shared: np.ndarray, owners: np.ndarray, length: int) -> Layout:
-    """Return the layout of sequences packed into one row, some of which begin with the tokens of another one.
+    """Return the layout of sequences packed into one row, where a sequence may begin with the tokens of another.
 
-    The first `shared` tokens of a sequence have the slots of its owner's. The others are a segment, whose keys are
-    those of the whole sequence.
+    The first `shared` tokens of a sequence use the slots of its owner's tokens. Its remaining tokens form a segment
+    whose keys are those of the whole sequence.
 
     >>> layout = shared_layout(np.array([3, 4]), np.array([0, 2]), np.array([0, 0]), 5)
     >>> layout.slots.tolist(), layout.cu_seqlens.tolist(), layout.key_lengths.tolist(), layout.key_slots.tolist()
@@ -110,7 +111,7 @@ def shared_layout(lengths: np.ndarray, shared: np.ndarray, owners: np.ndarray, l
     Args:
         lengths: tokens of each sequence, int64 [n].
         shared: leading tokens of each that its owner holds, int64 [n]; at most as many as the owner has.
-        owners: the sequence that holds them, which shares nothing, int64 [n].
+        owners: index of the sequence that holds them, which itself shares nothing, int64 [n].
         length: slots of the whole row.
 
     Raises:
@@ -124,7 +125,7 @@ def shared_layout(lengths: np.ndarray, shared: np.ndarray, owners: np.ndarray, l
     sequence = np.repeat(np.arange(own.size), lengths)
     is_shared = within < shared[sequence]
     slots = np.where(is_shared, starts[owners[sequence]], (starts - shared)[sequence]) + within
-    has_slots = own > 0  # a sequence may be no more than what it shares
+    has_slots = own > 0  # a sequence may consist of shared tokens alone
     padding = np.arange(used, length)
     rest = [padding.size] if padding.size else []
     segments, keys = np.append(own[has_slots], rest).astype(int), np.append(lengths[has_slots], rest).astype(int)
@@ -140,7 +141,7 @@ def shared_layout(lengths: np.ndarray, shared: np.ndarray, owners: np.ndarray, l
 
 
 def padded_layout(lengths: Integers, length: int) -> Layout:
-    """Return the layout of one sequence per row, right-padded to `length` slots; one empty row for none.
+    """Return the layout of one sequence per row, right-padded to `length` slots; one empty row without sequences.
 
     >>> padded_layout([1, 2], 3).slots.tolist()
     [0, 3, 4]

@@ -21,9 +21,9 @@ class PackingMetrics:
         bin_utilization: real tokens / (microbatches × token budget); without a budget, × the largest microbatch.
         waste_ratio: slots that hold no real token / all slots: the share of the computation that is wasted. As in
             `bin_utilization`, a prompt that rows share counts once.
-        bin_balance: mean slots / most slots of a microbatch; 1 if all are equal.
+        bin_balance: mean / maximum number of slots of a microbatch; 1 if all are equal.
         packing_efficiency: lower bound on the number of microbatches / microbatches.
-        rank_imbalance: most slots of a rank / the ranks' mean − 1, weighted over optimizer steps.
+        rank_imbalance: maximum / mean number of slots of a rank, − 1, weighted over optimizer steps.
         lockstep_overhead: Σ_i max_rank cost(rank, i) / (Σ cost / ranks) − 1: how much longer a step takes than on ranks
             that never wait for each other at a microbatch; 0 is the bound.
         dummy_microbatches: microbatches without rows.
@@ -31,7 +31,7 @@ class PackingMetrics:
         dropped: rows left out.
         truncated_tokens: tokens cut off.
         real_tokens: tokens that are not padding.
-        shared_tokens: of these, tokens of prompts that are computed for another row of the microbatch.
+        shared_tokens: real tokens that aren't computed because another row of the microbatch has the same prompt.
         slots: all slots, padding and dummy microbatches included.
         microbatches_per_rank: microbatches of a rank, over all optimizer steps, dummy ones included.
         critical_slots: slots of the costliest microbatch of each index, summed: a step waits for these.

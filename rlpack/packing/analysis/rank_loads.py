@@ -14,8 +14,8 @@ def sequence_length_metrics(plan: MicrobatchPlan) -> dict[str, float]:
     - `seqlen/min`, `max`, `mean`, `minmax_diff`: if rows were split over ranks in arrival order, as evenly as possible.
     - `seqlen/balanced_min`, `balanced_max`: in the plan.
 
-    Tokens are those that the plan keeps. verl's own sums differ where the ranks don't divide the rows: it adds a chunk
-    for the rest.
+    Only tokens that the plan keeps are counted. verl's own sums differ if the number of rows isn't divisible by the
+    number of ranks: verl adds a chunk for the remainder.
 
     >>> from rlpack.packing import Batching, make_plan
     >>> metrics = sequence_length_metrics(make_plan([8, 8, 1, 1], Batching(max_tokens=16), dp_size=2))

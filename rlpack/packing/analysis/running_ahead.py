@@ -1,9 +1,9 @@
 """Forecast a run that generates ahead of training (`trainer.lead`), from measured rates.
 
-Engines have slots; a slot generates one response at a time, a token every `token_s` seconds. A batch's responses take
-the free slots in order; a batch is generated once its last response is. Training takes a time per token and rank, then
-weights are published, while engines stand still. `lead` and the two ways to publish mean what they do in a run
-(`rlpack.recipes.driver.ahead`).
+Each slot of an engine generates one response at a time, one token every `token_s` seconds. The responses of a batch
+take free slots in order, and the batch is complete when its last response is. Training takes time proportional to the
+tokens per rank. Weights are then published, during which the engines pause. `lead` and the two ways to publish mean the
+same as in a run (`rlpack.recipes.driver.ahead`).
 """
 
 import heapq
@@ -23,15 +23,15 @@ _WARM_UP = 5
 
 @dataclass(frozen=True)
 class Rates:
-    """What a run takes.
+    """The measured rates of a run.
 
     Attributes:
-        token_s: seconds of a token of each response that an engine generates at the time.
-        slots: responses that an engine generates at once.
-        train_tokens_per_s: tokens, prompts included, that a rank trains on in a second: all passes and updates.
-        publish_s: seconds of a publication of weights.
-        prompt_tokens: mean tokens of a prompt.
-        rows_per_step: responses of a step.
+        token_s: seconds per token of each response that an engine is generating.
+        slots: responses that an engine generates concurrently.
+        train_tokens_per_s: tokens per second, prompts included, that a rank trains on, over all passes and updates.
+        publish_s: seconds per weight publication.
+        prompt_tokens: mean length of a prompt in tokens.
+        rows_per_step: responses per step.
 
     Raises:
         PackingError: a value is out of range.
@@ -59,7 +59,7 @@ class Setup(NamedTuple):
     """How a run uses its ranks.
 
     Attributes:
-        lead: steps by which a batch may be started ahead; with 0, all ranks generate, and then all train.
+        lead: how many steps ahead a batch may be started; with 0, all ranks generate and then all train.
         publish: when weights reach engines.
         engine_ranks: ranks that generate; each has one engine.
         train_ranks: ranks that train.
@@ -72,14 +72,14 @@ class Setup(NamedTuple):
 
 
 class RunForecast(NamedTuple):
-    """What a setup is expected to do.
+    """The expected performance of a setup.
 
     Attributes:
-        step_s: seconds of a step.
-        training_idle: share of the time in which ranks that train wait.
-        engines_idle: share of the time of the engines' slots in which they generate nothing.
+        step_s: seconds per step.
+        training_idle: share of their time that training ranks spend waiting.
+        engines_idle: share of their time that the engines' slots spend idle.
         staleness_mean: mean number of publications between a response's first token and its training.
-        staleness_max: the largest.
+        staleness_max: maximum of the same number.
     """
 
     step_s: float
@@ -99,7 +99,7 @@ class _Batch(NamedTuple):
 
 
 class _Engines:
-    """The slots of all engines, by the time from which each is free."""
+    """The slots of all engines, each represented by the time at which it becomes free."""
 
     def __init__(self, count: int) -> None:
         self.free = [0.0] * count
@@ -116,7 +116,7 @@ class _Engines:
         return _Batch(starts, ends)
 
     def stand_still(self, now: float, pause_s: float, batches: list[_Batch]) -> None:
-        """Delay everything after `now`."""
+        """Pause all slots: delay everything after `now` by `pause_s`."""
         self.free = [time + pause_s if time > now else time for time in self.free]
         for batch in batches:
             batch.starts[batch.starts > now] += pause_s
@@ -124,14 +124,14 @@ class _Engines:
 
 
 def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int = 60, seed: int = 0) -> RunForecast:
-    """Return what a setup is expected to do.
+    """Return the expected performance of a setup.
 
     Args:
         lengths: response lengths to draw from, in tokens, int64 [n].
-        rates: what the run takes.
-        setup: how it uses its ranks.
+        rates: the measured rates of the run.
+        setup: how the run uses its ranks.
         steps: number of simulated steps.
-        seed: of the draw of lengths.
+        seed: random seed for drawing lengths.
 
     Raises:
         PackingError: the setup can't run: no ranks, a lead of several steps with drain, or a negative one.
@@ -182,7 +182,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
 
 
 def generation_over_longest(lengths: np.ndarray, rows: int, slots: int, *, batches: int = 50, seed: int = 0) -> float:
-    """Return the time of a batch's generation over that of its longest response; 1 if all responses have a slot.
+    """Return a batch's generation time divided by that of its longest response; 1 if each response has its own slot.
 
     >>> generation_over_longest(np.array([10]), rows=6, slots=2)
     3.0
@@ -195,10 +195,11 @@ def generation_over_longest(lengths: np.ndarray, rows: int, slots: int, *, batch
 
 
 def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarray:
-    """Return lengths of the same range, of which long or short ones are more frequent, so that they have a mean.
+    """Resample lengths, favoring long or short ones, so that they have a given mean.
 
-    One batch of a few responses has more or fewer long ones than a run. Each length is weighted by an exponential of
-    itself, which changes the distribution least among those of the mean. A mean outside the range changes nothing.
+    A single batch of few responses may have more or fewer long ones than the run as a whole. Each length is weighted by
+    an exponential of itself: of all distributions with this mean, the result is the closest to the original in KL
+    divergence. Lengths are returned unchanged if the mean is outside their range.
 
     Args:
         lengths: int64 [n].
@@ -221,7 +222,7 @@ def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarr
 
 
 def setups(ranks: int, leads: tuple[int, ...]) -> Iterator[Setup]:
-    """Yield the ways to use a number of ranks: all in turns for lead 0, and the splits for others."""
+    """Yield the setups for a number of ranks: for lead 0, all ranks alternate; for others, the ranks are split."""
     for lead in leads:
         if lead == 0:
             yield Setup(0, "drain", ranks, ranks)
@@ -232,7 +233,7 @@ def setups(ranks: int, leads: tuple[int, ...]) -> Iterator[Setup]:
 
 
 def _check(setup: Setup) -> None:
-    """Refuse a setup that can't run."""
+    """Raise a `PackingError` for a setup that can't run."""
     if min(setup.engine_ranks, setup.train_ranks) < 1:
         raise PackingError(f"{setup.engine_ranks} ranks generate and {setup.train_ranks} train; each needs 1 or more")
     if setup.lead < 0 or (setup.publish == "drain" and setup.lead > 1):

@@ -59,7 +59,7 @@ class Device:
 
     @property
     def max_slots(self) -> int:
-        """Most slots of one microbatch that fit into memory."""
+        """The largest number of slots for which one microbatch fits into memory."""
         return min(MAX_LENGTH, int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot))
 
 
@@ -118,7 +118,7 @@ class Suggestion:
     Attributes:
         batching: the batching.
         forecast: its expected time and memory.
-        gain: share of the given batching's time that it saves; None if that one doesn't fit into memory.
+        gain: share of the current batching's time that it saves; None if the current batching doesn't fit into memory.
     """
 
     batching: Batching
@@ -148,7 +148,7 @@ def suggest(
     Args:
         lengths: lengths of the sequences, int64 [B].
         batching: the current batching, and the source of all other options; its alignment is the smallest one tried.
-            Prompts are not shared, since lengths alone don't tell them.
+            Prompts are not shared, since lengths alone don't say which rows have one in common.
         dp_size: number of data-parallel ranks.
         cost: FLOPs of a sequence's forward pass.
         device: device of each rank.
