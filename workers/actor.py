@@ -120,10 +120,10 @@ class ActorWorker(SteppedRole):
     ) -> BatchedDataDict:
         """Return `advantages` f32 [T]: the sum of the rewards from each token on, 0 outside valid responses.
 
-        The reward of a token is -kl_coef times its KL estimate; the last token has the response's reward, too
-        (REINFORCE++, Hu et al. 2025, arXiv:2501.03262). It is generalized advantage estimation without
-        values, with γ = λ = 1. `return_sum` and `return_squares`, f64 [B], are sums over each row's tokens of the
-        returns minus `pivot`, and of their squares.
+        The reward of a token is -kl_coef times its KL estimate; the last token also gets the response's reward
+        (REINFORCE++, Hu et al. 2025, arXiv:2501.03262). This is generalized advantage estimation without values, with γ
+        = λ = 1. `return_sum` and `return_squares`, f64 [B], are sums over each row's tokens of the returns minus
+        `pivot`, and of their squares.
 
         Args:
             shard: `response_mask`, `logprobs`, `reference_logprobs`, `rewards`, `valid`.
@@ -146,7 +146,7 @@ class ActorWorker(SteppedRole):
 
     @sharded(reads=("response_mask", "advantages", "valid"), returns=("advantages",), mini_batches=True)
     def normalize_advantages(self, shard: BatchedDataDict, moments: Moments, epsilon: float) -> BatchedDataDict:
-        """Return `advantages` f32 [T] minus their mean, over their standard deviation plus `epsilon`."""
+        """Return `advantages` f32 [T] minus their mean, divided by their standard deviation plus `epsilon`."""
         mask, advantages = shard["response_mask"], shard["advantages"]
         inside = mask.values & shard["valid"][mask.segment_ids]
         normalized = moments.normalize(advantages.values.double(), epsilon)
@@ -156,18 +156,18 @@ class ActorWorker(SteppedRole):
     def correct(
         self, shard: BatchedDataDict, settings: Correction, *, newest: int = 0, lead: int | None = None
     ) -> BatchedDataDict:
-        """Compare `logprobs` with `rollout_logprobs`, and return what `settings` make of it.
+        """Compare `logprobs` with `rollout_logprobs`; return mismatch sums, importance weights and rejections.
 
         Args:
             shard: the two columns, `response_mask`, and, with `lead`, `policy_version`.
             settings: weights and rejection.
             newest: the newest policy version.
-            lead: the largest lag; None doesn't tell lags apart.
+            lead: the largest lag; None to combine all lags.
 
         Returns:
             The sums of `rlpack.algorithms.correction.correction_sums`; with `lead`, the same for the tokens of each lag
-            k, their names preceded by `lag<k>_`; with weights, `importance_weights` f32 [T]; with criteria of
-            rejection, `kept_mask` bool [T] and `kept_tokens` int64 [B].
+            k, with the prefix `lag<k>_`; with weights, `importance_weights` f32 [T]; with rejection criteria,
+            `kept_mask` bool [T] and `kept_tokens` int64 [B].
         """
         mask, own, sampled = (shard[name] for name in ("response_mask", "logprobs", "rollout_logprobs"))
         columns: dict[str, Any] = {}
@@ -222,9 +222,9 @@ class ActorWorker(SteppedRole):
         """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it.
 
         Args:
-            index: of the bucket.
-            form: of an opened layout.
-            version: number of the update, the policy version that it leads to.
+            index: index of the bucket.
+            form: form of a layout that was opened.
+            version: number of the update, which is the policy version it produces.
         """
         is_owner = index % self.context.num_ranks == self.context.rank
         stream = self._streams[form]
@@ -272,7 +272,7 @@ class ActorWorker(SteppedRole):
         return metrics if routing is None else self._with_routing(metrics, routing)
 
     def _recorder(self) -> RecordedRouting | None:
-        """Return what records the routing of a pass, if it will be replayed."""
+        """Return a recorder for the routing of a pass; None if it won't be replayed."""
         if not self._settings.moe.replay_routing:
             return None
         if self._routing is None:  # refused before the start, unless the checks were left out
@@ -300,7 +300,7 @@ class ActorWorker(SteppedRole):
             )
 
     def _replay(self, view: MicrobatchView) -> RoutingPass:
-        """Return the pass of a microbatch that replays its routing and nothing else."""
+        """Return a routing pass that only replays a microbatch's recorded routing."""
         assert self._routing is not None
         return RoutingPass(self._routing, replay=view.rows["routed_experts"].values)
 

@@ -140,7 +140,7 @@ def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> N
 def open_model(
     model: Model, tokenizer: PreTrainedTokenizerBase, context: RankContext, seed: int, role: str, attention_name: str
 ) -> tuple[PreTrainedModel, StoredModel | NewModel | None]:
-    """Return a causal language model on the meta device and what gives its weights, or the whole model and None."""
+    """Return a causal language model on the meta device and the source of its weights, or the whole model and None."""
     try:
         opened = open_in_parts(model, tokenizer, seed, attention_name)
         if opened is not None:
@@ -153,7 +153,7 @@ def open_model(
 def open_in_parts(
     model: Model, tokenizer: PreTrainedTokenizerBase, seed: int = 0, attention_name: str = attention.NAME
 ) -> StoredModel | NewModel | None:
-    """Return a causal language model on the meta device with what gives its weights; None if it is new and small.
+    """Return a causal language model on the meta device with the source of its weights; None if it is new and small.
 
     Raises:
         NotInPartsError: every rank loads or builds it whole; the message says why.
@@ -196,8 +196,9 @@ def _shard_and_check(
 
     Outputs and gradients are compared with transformers' own in fp32: before sharding if every rank holds the whole
     model, after sharding if it is built in parts. Outputs are compared with each other in the compute dtype and with
-    its kernels. A model whose experts or layers ranks divide (ep, pp) is compared with the undivided one, unless its
-    family is tested on all layouts or the check is off; if it is built in parts, that reads its weights twice.
+    its kernels. A model whose experts or layers are divided among ranks (ep, pp) is compared with the undivided model,
+    unless its family is tested on all layouts or the check is off. If the model is built in parts, this reads its
+    weights twice.
     """
     settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
@@ -281,7 +282,7 @@ def _sharding_dimensions(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def share_rows(model: PackedModel, config: Config, role: str, context: RankContext) -> None:
-    """Have a model run its part of each row, where ranks share the tokens of a row."""
+    """Have a model run only this rank's part of each row, if ranks share the tokens of a row."""
     layout = context.layout
     if layout.cp > 1:
         group, method = layout.device_mesh(context.device)["cp"].get_group(), role_parallel(config, role).cp_method

@@ -141,7 +141,7 @@ class CriticWorker(SteppedRole):
 
     @rank_zero
     def weights_form(self) -> WeightForm:
-        """Return how the critic takes a policy's weights: in fp32, like its own weights."""
+        """Return the form in which the critic receives a policy's weights: in fp32, like its own weights."""
         return WeightForm(torch.float32)
 
     @broadcast
@@ -169,7 +169,7 @@ class CriticWorker(SteppedRole):
         """Check that all buckets of an update have arrived.
 
         Raises:
-            EngineError: the first that has not.
+            EngineError: a bucket is missing; names the first one.
         """
         self._received.check_complete(version)
         self._received.close()

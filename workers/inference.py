@@ -143,7 +143,7 @@ def compute_per_token(
 def score_microbatches(
     model: PackedModel, views: Iterable[MicrobatchView], score: Callable[[MicrobatchView], Tensor]
 ) -> Iterator[tuple[MicrobatchView, Tensor]]:
-    """Yield microbatches with their scores, by passes without gradients in the order of the pipeline's ranks.
+    """Run passes without gradients, in the order of the pipeline schedule; yield microbatches with their scores.
 
     Args:
         model: the model that `score` runs.

@@ -102,7 +102,7 @@ class LogprobLoss(Loss):
     def statistics(self, inputs: Sequence[Any]) -> dict[str, float]:
         """Return the statistics of an optimizer step.
 
-        Each of the `inputs` is what `statistics_inputs` returned for one of its microbatches, on any rank.
+        `inputs` holds the result of `statistics_inputs` for each of its microbatches, on all ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
@@ -114,7 +114,7 @@ class Moments(NamedTuple):
     std: float
 
     def normalize(self, advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
-        """Return advantages of mean 0 and standard deviation 1; `epsilon` is added to the latter."""
+        """Return advantages minus their mean, divided by their standard deviation plus `epsilon`."""
         return (advantages - self.mean) / (self.std + epsilon)
 
 
@@ -127,7 +127,7 @@ class PolicyGradientLoss(LogprobLoss):
         temperature: the sampling temperature; old and new log-probs are both of that distribution.
         needs_entropy: true, because the mean entropy is a metric.
         advantage_moments: moments by which the advantages are normalized; None leaves them unchanged.
-        on_policy: whether the batch gets this one optimizer step only. The old log-probs are then the step's own, and
+        on_policy: whether this is the only optimizer step on the batch. The old log-probs are then the step's own, and
             the ratio is 1. The column `logprobs` isn't read; the step itself measures `logprob_gap` and `response_kl`,
             and, with `lags`, the totals from which `mismatch/*` are computed.
         responses: number of responses over which the metric `response_kl` is a mean.
@@ -234,9 +234,9 @@ class PolicyGradientLoss(LogprobLoss):
         )
 
     def _mismatch(self, tokens: PolicyTokens, rows: BatchedDataDict) -> dict[str, Tensor]:
-        """Return the totals of `mismatch_totals` over the trained tokens, and those of each lag that they have.
+        """Return `mismatch_totals` over the trained tokens, and over those of each lag that occurs.
 
-        The latter have the prefix `lag<k>_`.
+        The names of the latter have the prefix `lag<k>_`.
         """
         own, versions = tokens.logprobs.detach(), rows["policy_version"].values
         sampled = rows["rollout_logprobs"].values.to(own.device)

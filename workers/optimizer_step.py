@@ -35,7 +35,7 @@ class OptimizerStepper:
 
     Attributes:
         model: the trained model.
-        saver: its saves in the background.
+        saver: writes checkpoints in the background.
     """
 
     def __init__(self, role: str, model: PackedModel, settings: Optimizer, context: RankContext) -> None:
@@ -142,5 +142,5 @@ class OptimizerStepper:
 
 
 def _placeholder(outputs: TokenScores | Tensor) -> MicrobatchLoss:
-    """Return what a stage without outputs calls `backward` of; it has no metrics."""
+    """Return a placeholder loss, without metrics, on which a stage without outputs calls `backward`."""
     return MicrobatchLoss((outputs if isinstance(outputs, Tensor) else outputs.logprobs).sum(), {})

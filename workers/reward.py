@@ -36,7 +36,7 @@ class RewardWorker(Worker):
     ) -> None:
         """Start the processes that load the reward functions; they can't read the paths in `hidden`.
 
-        Those of `of_sets`, the rewards of evaluation sets by name, start with the set's first rows.
+        `of_sets` maps evaluation sets to their rewards; the processes of a set start when its first rows arrive.
         """
         super().__init__(context)
         self._hidden, self._of_sets, self._set_scorers = hidden, of_sets, dict[str, RewardScorer]()
@@ -79,7 +79,7 @@ class RewardWorker(Worker):
         return shard.keep([]).union(reward_columns(rewards, by_function=self._has_several and COLUMN not in texts))
 
     def _scorer_of(self, name: str) -> RewardScorer:
-        """Return the scorer of an evaluation set; calls may run at the same time."""
+        """Return the scorer of an evaluation set; safe to call concurrently."""
         with self._starting:
             if name not in self._set_scorers:
                 self._set_scorers[name] = _scorer(self._of_sets[name], self._hidden)

@@ -36,9 +36,9 @@ class RewardModelWorker(Worker):
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], the weighted score of each row, and `quarantined` bool [B].
 
-        A row's score is that at its last token which isn't the classifier's padding token, as in transformers: where
-        the end of sequence also pads, that is the token before it.
-        Rows without tokens, or whose score is not finite, are quarantined.
+        As in transformers, a row's score is read at its last token that isn't the classifier's padding token. If the
+        end-of-sequence token also serves as padding, that is the token before it. Rows without tokens, or whose score
+        is not finite, are quarantined.
 
         Args:
             shard: `input_ids`, prompts and responses; `response_mask`.

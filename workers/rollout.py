@@ -30,7 +30,8 @@ from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, s
 
 logger = logging.getLogger(__name__)
 
-# vLLM's share of the memory of a GPU that other roles use, too, weights included. Theirs stay while vLLM is awake.
+# vLLM's share, weights included, of the memory of a GPU that other roles also use. Their weights stay there while vLLM
+# is awake.
 _SHARED_GPU = 0.5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COLUMNS = (
@@ -121,12 +122,12 @@ class RolloutWorker(Worker):
         The call ends as soon as a group has ended, a row has failed, or `enough` rows have ended.
 
         Args:
-            rows: as of `generate`; may be none.
+            rows: as for `generate`; may be empty.
             params: how tokens are sampled, the same in all calls of the generation.
             generation: number of the generation that the rows belong to.
             oldest: number of the oldest generation that is waited for; rows of earlier ones are aborted.
             timeout_s: longest wait, in seconds.
-            enough: how many rows make room for others that wait; 0 if none wait.
+            enough: number of ended rows at which to return, to make room for waiting rows; 0 if none wait.
 
         Returns:
             The columns of `generate`; `engine_failure`: why a row has no response, "" if it has one; and
@@ -153,7 +154,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def interrupt(self) -> None:
-        """Stop sampling until new weights are published; rows in flight keep the tokens that they have."""
+        """Stop sampling until new weights are published; rows in flight keep the tokens sampled so far."""
         engine, self._is_interrupted = cast(StreamingEngine, self._engine), True
         if self._is_unhealthy:  # it is replaced before weights arrive; a hung one would not answer
             return
@@ -167,7 +168,8 @@ class RolloutWorker(Worker):
     def sleep(self) -> tuple[int, int]:
         """Put the engine to sleep; it frees GPU memory, and can't generate until it is woken or gets new weights.
 
-        One that failed, or dies or hangs meanwhile, is ended, since other roles need its memory; it is replaced later.
+        An engine that has failed, or that dies or hangs during this call, is killed, since other roles need its memory.
+        It is replaced later.
 
         Returns:
             The memory in use on the rank's GPUs before and after, in bytes.
@@ -182,7 +184,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def wake(self) -> bool:
-        """Wake the engine; return False if it failed, or has no usable weights, so that these are published again."""
+        """Wake the engine; return False if it failed or has no usable weights, which must then be published again."""
         is_awake = False
         if not self._is_unhealthy:
             with self._noting_death():
@@ -195,10 +197,10 @@ class RolloutWorker(Worker):
 
     @broadcast
     def replace_failed_engine(self) -> bool:
-        """Start a new engine on this rank if its engine can't answer any more; weights have to follow.
+        """Start a new engine if this rank's can't respond any more; weights have to be published to it next.
 
         Returns:
-            Whether it did.
+            Whether a new engine was started.
         """
         engine = cast(StreamingEngine, self._engine)
         if self._rebuild is None or (engine.is_alive and not self._is_unhealthy):
@@ -214,7 +216,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def require_weights(self) -> None:
-        """Refuse to sample until weights are published, if weights of some layout were agreed on."""
+        """Refuse to sample until weights are published; no effect before a layout of weights has been agreed on."""
         self._received.require_update("the engine is new, and no weights have been published to it")
 
     def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:
@@ -262,7 +264,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
-        """Check that all buckets arrived, and the canary; then sample with them as policy version `version`.
+        """Check that all buckets arrived, and check the canary; then use the weights as policy version `version`.
 
         Rows that were interrupted are continued.
 
@@ -296,7 +298,7 @@ class RolloutWorker(Worker):
         return gap
 
     def _use_weights(self, expected: Tensor, token_ids: Tensor, version: int) -> float:
-        """Apply the weights that arrived and check the canary; return its gap. Arguments and errors as of `publish`."""
+        """Apply the weights that arrived and check the canary; return its gap; arguments, errors as for `publish`."""
         with self._received.complete(version):
             self._engine.finish_update()
         logprobs = self._engine.logprobs(token_ids)
@@ -308,7 +310,7 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def _noting_death(self) -> Iterator[None]:
-        """Note that the engine has failed if an error in the block is due to its death, or to a hang, which kills it.
+        """Mark the engine as failed if an error in the block is due to its death, or to a hang, which kills it.
 
         Raises:
             EngineError: any other error.
@@ -328,7 +330,7 @@ class RolloutWorker(Worker):
 
 
 def _engine_settings(config: Config) -> Rollout:
-    """Return the `rollout` section with the values that follow from other sections."""
+    """Return the `rollout` section, with the values that are derived from other sections filled in."""
     own: dict[str, object] = {}
     if config.rollout.lora == "adapter":
         own["max_lora_rank"] = config.actor.lora.rank

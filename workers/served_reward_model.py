@@ -1,4 +1,4 @@
-"""The served reward model: a scoring role that calls a reward model behind vLLM, such as that of `rlpack serve`.
+"""The served reward model: a scoring role that calls a reward model served by vLLM, as by `rlpack serve`.
 
 `roles.judge.target=rlpack.workers.served_reward_model:ServedRewardModelWorker judge.url=http://localhost:8000/v1
 judge.model=name`
@@ -51,7 +51,7 @@ class ServedRewardModelWorker(Worker):
         Args:
             context: the rank's place in the pool.
             config: read for `judge`.
-            tokenizer: the policy's, which is the reward model's, too.
+            tokenizer: the policy's tokenizer, which the reward model shares.
             pad_token_id: the reward model's padding token (`roles.<role>.arguments.pad_token_id`).
         """
         section = config.judge

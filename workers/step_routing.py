@@ -53,7 +53,7 @@ class RecordedRouting:
     def experts(self) -> Tensor:
         """Return the experts of all tokens in the order of microbatches, [T, L, k] on the CPU; a collective.
 
-        Bytes are added, because each is nonzero on one rank at most, and no backend adds int16.
+        They are summed as bytes: each byte is nonzero on at most one rank, and no backend sums int16.
         """
         wholes = [RoutingPass(self._routing).recorded]  # has the shape and dtype for no microbatch
         for part in self._parts:
@@ -122,7 +122,10 @@ class StepRouting:
 
 
 def _imbalance(load: Tensor) -> dict[str, float]:
-    """Return how many times the mean load a layer's busiest expert has, from f64 [L, E]; nothing if none is known."""
+    """Return the mean and maximum over layers of the busiest expert's load relative to the mean; {} if not known.
+
+    `load` is f64 [L, E].
+    """
     if not load.any():  # routers of an unknown kind
         return {}
     ratios = load.amax(1) / load.mean(1).clamp(min=1e-9)

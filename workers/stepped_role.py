@@ -1,4 +1,4 @@
-"""The base of actor and critic: a trained role that saves and loads the state of its `OptimizerStepper`."""
+"""The base class of actor and critic: a trained role that saves and loads the state of its `OptimizerStepper`."""
 
 from rlpack.worker import Trainable, Worker, broadcast
 from rlpack.workers.optimizer_step import OptimizerStepper
