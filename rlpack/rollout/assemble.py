@@ -70,7 +70,7 @@ def assemble(
 def check_trajectories(
     trajectories: TrajectoryBatch, *, vocab_size: int | None = None, policy_version: int | None = None
 ) -> None:
-    """Check values that an engine returned; arguments as of `assemble`.
+    """Check values that an engine returned; arguments as for `assemble`.
 
     Raises:
         EngineError: a token id is outside the vocabulary, a log-prob is NaN, infinite or above 0, or a policy version
@@ -81,7 +81,7 @@ def check_trajectories(
 
 
 def _spread(values: Tensor, trajectories: TrajectoryBatch, fill: int) -> Tensor:
-    """Return a column of all tokens, [T], from one of the sampled tokens; the others hold `fill`."""
+    """Expand a column of the sampled tokens to all tokens, [T]; the others get `fill`."""
     segments, is_sampled = trajectories.token_ids, trajectories.is_sampled
     column = torch.full(segments.values.shape, fill, dtype=values.dtype)
     lengths = segments.lengths[is_sampled]
@@ -95,7 +95,7 @@ def _rows_of_segments(trajectories: TrajectoryBatch) -> Tensor:
 
 
 def _sum_by_row(values: Tensor, trajectories: TrajectoryBatch) -> Tensor:
-    """Sum whole numbers of segments, int64 [S], over each row: int64 [B]."""
+    """Sum a column of segments, int64 [S], over the segments of each row, int64 [B]."""
     return torch.zeros(trajectories.num_rows, dtype=torch.int64).index_add_(0, _rows_of_segments(trajectories), values)
 
 

@@ -2,8 +2,8 @@
 
 Invariants (tests/unit/rollout/test_bucket_receiver.py, test_transport_faults.py):
 
-1. a bucket is unpacked only if it belongs to the update under way, is the next one of as many as were agreed on, and
-   has the digest that its sender computed; one that is dropped, late, repeated, out of order or damaged is named;
+1. a bucket is unpacked only if it belongs to the current update, is the next of the agreed number of buckets, and has
+   the digest that its sender computed; errors name buckets that are missing, late, repeated, out of order or damaged;
 2. an update is complete only once all its buckets have arrived;
 3. from the first bucket of an update until `close`, and after any failure, the weights are unusable;
 4. a failure is final: every later bucket is refused until `open` is called again.
@@ -50,7 +50,7 @@ class BucketReceiver:
         self._unusable: str | None = None
 
     def open(self, num_buckets: int) -> None:
-        """Agree on the number of buckets of every update, and forget updates so far.
+        """Set the number of buckets of every update, and forget earlier updates.
 
         Weights that are unusable remain so until the next update is closed.
         """
@@ -61,11 +61,11 @@ class BucketReceiver:
         """Check the next bucket of an update and return its tensors, on its memory.
 
         Args:
-            bucket: as it arrived.
-            version: the update that the driver is sending, which it states independently of the bucket.
+            bucket: the bucket as received.
+            version: the update that the driver is sending, stated independently of the bucket.
 
         Raises:
-            EngineError: the bucket is not the one that is due, or was damaged; nothing of it may be used.
+            EngineError: the bucket is not the one that is due, or was damaged; none of it may be used.
         """
         header = bucket.header
         if problem := self._wrong_update(header, version) or self._wrong_place(header):
@@ -124,7 +124,7 @@ class BucketReceiver:
         self._closed, self._version, self._arrived, self._unusable = self._version, None, 0, None
 
     def require_update(self, reason: str) -> None:
-        """Make the weights unusable until the next update is closed, if there has been one.
+        """Make the weights unusable until the next update is closed; no effect before `open`.
 
         Args:
             reason: why, for the error.
@@ -163,7 +163,7 @@ class BucketReceiver:
             raise EngineError(f"role {self._role}: {self._failure}") from error
 
     def _wrong_update(self, header: BucketHeader, version: int) -> str | None:
-        """Return why a bucket is not of the update under way, None if it is."""
+        """Return why a bucket doesn't belong to the current update; None if it does."""
         if self._failure is not None:
             return f"came after a failure: {self._failure}"
         if self._num_buckets is None:

@@ -1,15 +1,15 @@
-"""The canary: after every load an engine scores a fixed prompt, and so does the trainer.
+"""The canary: after every load, the engine and the trainer both score a fixed prompt.
 
 If a weight was lost, mixed up or rounded on the way, the log-probs differ, and the run stops before a token is sampled
 with it. The prompt is random tokens, so that every layer contributes. The cost is one forward pass of 24 tokens on each
 side.
 
 Two differences are bounded: the largest of any token, and the mean over tokens, whose rounding errors vary less.
-Rounding grows with the spread of the log-probs, so both are also bounded by a share of their standard deviation. How
-large that share is depends on the model. The first publication of a process, which only has to meet the bounds for any
-model of its types (`TOLERANCES`), measures it; later ones may have four times as much (`calibrated`), and in any case
-the share of `CanaryTolerance.least`, which is above what rounding was in any state of any model that was measured, and
-never more than the bounds for any model.
+Rounding grows with the spread of the log-probs, so both are also bounded by a share of the log-probs' standard
+deviation, which depends on the model. The first publication of a process only has to meet the bounds for any model of
+its dtypes (`TOLERANCES`), and measures this share. Later publications may differ by four times as much (`calibrated`).
+Their bounds are never below `CanaryTolerance.least`, which exceeds the rounding in every model and state that was
+measured, and never above the bounds for any model.
 
 Rounding was measured with the trainer's forward pass against vLLM's and the `hf` engine's: Qwen2, Qwen3, Llama, Gemma 3
 and Qwen3-MoE (2 layers, hidden size 128, 68 tokens), tied and untied in fp32, untied in bf16; new models with an
@@ -23,15 +23,16 @@ the spread grows from 0.17 to 2.2 nats:
 | bf16, vLLM | 3e-3 to 1.7e-2 | 8e-3 to 0.13 | 0.05 and 0.5 |
 | bf16, `hf` | 4e-3 to 1.9e-2 | 1e-2 to 0.23 | 0.05 and 0.5 |
 
-The largest in bf16 is a token that a router sent to another expert. In fp32 log-probs that are all alike have room for
-their own rounding: 1.2e-6 nats on average, 1.2e-5 for one token.
+The largest difference in bf16 is that of a token that a router sent to another expert. In fp32, even log-probs that are
+all equal are allowed their own rounding: 1.2e-6 nats on average, 1.2e-5 for one token.
 
 Deep models need no other bounds. New models with 24 to 48 layers and an initializer range of 0.02 (Qwen2 and Llama,
-hidden size 128 to 256, 70 tokens) have mean differences of up to 0.26 of the least bound: vLLM, and transformers with 8
-rows at once and token by token. At 48 layers it falls to 0.1 in 60 steps of AdamW at 1e-3 or 3e-3. With 151,936 tokens,
-whose log-probs near -12 nats round to twice that, it is up to 0.6, whatever the depth (2 to 48 layers). With a range of
-0.1 rounding grows with depth and width: at 48 layers of 256 the mean difference is 2.2 times the least bound, which the
-first publication measures, so that four times as much may pass.
+hidden size 128 to 256, 70 tokens) have mean differences of up to 0.26 of the least bound, both in vLLM and in
+transformers (8 rows at once, and token by token). At 48 layers this falls to 0.1 within 60 steps of AdamW at 1e-3 or
+3e-3. With a vocabulary of 151,936 tokens, whose log-probs near -12 nats round twice as much, it is up to 0.6 at any
+depth (2 to 48 layers). With a range of 0.1, rounding grows with depth and width: with 48 layers of hidden size 256, the
+mean difference is 2.2 times the least bound. The first publication measures this, so that later ones may differ by four
+times as much.
 
 Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initializer range 0.02 to 0.2), trainer in
 bf16 and engine in fp32: correct weights differ by at most 0.9 nats in one token, 0.27 nats on average, and 0.11 of the
@@ -48,29 +49,29 @@ standard deviation; with 64 tokens on other models these were 1.5, 0.28 and 0.16
 | all weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 9, 17 | 1, 30, 30 |
 | one layer's weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 0, 0 | 0, 5, 22 |
 
-Four rows of 16 tokens find the same faults to within two models. They take 0.08 s instead of 0.04 s of each publication
-with 100 M parameters on a CPU, which takes 0.14 s without (benchmarks/RESULTS.md).
+Four rows of 16 tokens detect each fault in the same number of models, give or take two. With 100 M parameters on a CPU,
+they add 0.08 s to each publication instead of 0.04 s; without the canary it takes 0.14 s (benchmarks/RESULTS.md).
 
-The table is of the bounds for any model. In bf16 neither a layer that is stale by a usual step nor a lost query or key
-projection is reliably found by these.
+The table applies to the bounds for any model. In bf16, these reliably detect neither a layer that is stale by a typical
+step nor a lost query or key projection.
 
-In fp32 a change of 1 % of one parameter of one layer is found by the bounds of the first publication, whatever the
-parameter, in new models with the usual initializer range of 0.02 and in trained ones of all five families
-(tests/unit/rollout/test_canary_sensitivity.py; with vLLM, tests/vllm/test_families.py). The change that shows least in
-new models is that of the queries and keys of the last layer, 1.6e-5 nats on average, which is 80 to 160 times the
-rounding, or of a router, 30 times. More tokens would not help: with 96 tokens in one row or in four the ratios are the
-same. What log-probs can't show, in theory or in fp32:
+In fp32, the bounds of the first publication detect a 1 % change of any one parameter of any one layer, in new models
+with the usual initializer range of 0.02 and in trained models, for all five families
+(tests/unit/rollout/test_canary_sensitivity.py; with vLLM, tests/vllm/test_families.py). In new models, the least
+visible changes are those of the last layer's queries and keys, 1.6e-5 nats on average, which is 80 to 160 times the
+rounding, and of a router, 30 times. More tokens would not help: with 96 tokens in one row or in four, the ratios are
+the same. Log-probs can't reveal, in theory or in fp32:
 
-- the scale of a matrix that a norm follows: queries and keys in Qwen3, Qwen3-MoE and Gemma 3, and in Gemma 3 values,
-  output, up and down projections. Its log-probs change by the norm's epsilon alone: 1.5e-8 nats for queries and keys, a
-  tenth of the rounding, and 1e-6 for values and outputs. A change of single entries is seen;
-- a bias that is near 0, of which 1 % is nothing: after 30 steps, 3e-6 nats for the biases of queries and keys in Qwen2,
-  against 5e-6 that may pass;
+- the scale of a matrix that is followed by a norm: queries and keys in Qwen3, Qwen3-MoE and Gemma 3; also values,
+  output, up and down projections in Gemma 3. Scale affects log-probs only through the norm's epsilon: 1.5e-8 nats for
+  queries and keys, a tenth of the rounding, and 1e-6 for values and outputs. A change of single entries is detected;
+- a 1 % change of a bias near 0: after 30 steps, 3e-6 nats for the biases of queries and keys in Qwen2, where 5e-6 is
+  allowed;
 - queries and keys where attention has little effect: below a hidden size of 64 with a range of 0.02 (the effect grows
   with its square), and in a model that has collapsed to one distribution for all contexts (5e-7 nats after 30 steps on
   a quarter of the vocabulary).
 
-The digests of buckets find such changes if they happen on the way (`rlpack.rollout.bucket_receiver`).
+The digests of buckets detect such changes if they happen in transit (`rlpack.rollout.bucket_receiver`).
 """
 
 import math
@@ -93,8 +94,8 @@ class CanaryTolerance(NamedTuple):
         mean: bound on the mean difference.
         share: bound on the mean difference as a share of the log-probs' standard deviation.
         largest_share: the same for the difference of one token.
-        floor: mean differences up to this pass in any case, and ten times that of one token.
-        least: what `calibrated` leaves of `share`, `largest_share` and `floor` at least.
+        floor: mean difference that is always allowed; for a single token, ten times as much is.
+        least: lower limits on the `share`, `largest_share` and `floor` that `calibrated` returns.
     """
 
     largest: float
@@ -105,7 +106,7 @@ class CanaryTolerance(NamedTuple):
     least: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def limits(self, spread: float) -> tuple[float, float]:
-        """Return the bounds on the largest and on the mean difference, by the log-probs' standard deviation."""
+        """Return the bounds on the largest and the mean difference, given the log-probs' standard deviation."""
         largest = max(_LARGEST * self.floor, self.largest_share * spread if spread else 0.0)
         return min(self.largest, largest), min(self.mean, max(self.floor, self.share * spread))
 
@@ -167,7 +168,7 @@ def check_canary(
 
 
 def calibrated(tolerance: CanaryTolerance, logprobs: Tensor, expected: Tensor) -> CanaryTolerance:
-    """Return bounds for the model at hand, by the differences of a publication that was within `tolerance`.
+    """Return bounds for this model, from the differences measured in a publication that met `tolerance`.
 
     They are never wider than `tolerance`.
 

@@ -14,7 +14,7 @@ from rlpack.models.own_attention import forward_arguments
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.kv_cache import BufferedCache, mask_windows
 
-# Names under which models return their cache and take it again.
+# Names under which models return their cache and accept it back.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 # Upper bound on the logits of one forward pass of whole rows (512 MiB in fp32).
 _MAX_LOGITS = 2**27
@@ -66,7 +66,7 @@ class PaddedDecoder:
         lengths, columns = self._prompts.lengths, self._columns[: self._width]
         tokens = torch.full((len(lengths), self._width), self._pad_token_id, device=lengths.device)
         tokens[columns >= self._padding] = self._prompts.values
-        # The length tells prompts apart whose padded rows are equal because prompts contain the padding id.
+        # The length distinguishes prompts whose padded rows are equal because they contain the padding id.
         unique, copies = torch.unique(torch.cat([lengths[:, None], tokens], 1), dim=0, return_inverse=True)
         padding = self._width - unique[:, :1]
         logits = self._forward(unique[:, 1:], (columns - padding).clamp(min=0), columns >= padding)
@@ -86,7 +86,7 @@ class PaddedDecoder:
         self._positions, self._padding = self._positions[rows], self._padding[rows]
 
     def _step_mask(self) -> Any:
-        """Return what the model takes as the mask of the newest column: here bool [R, width], true for tokens."""
+        """Return the newest column's mask in the form that the model takes: here bool [R, width], true for tokens."""
         return self._columns[: self._width] >= self._padding
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
@@ -103,7 +103,7 @@ class PaddedDecoder:
 
 
 class PreparedMaskDecoder(PaddedDecoder):
-    """`PaddedDecoder` with masks that are ready for attention; the model would build them from bools in each step."""
+    """`PaddedDecoder` with masks ready for attention, which the model would build from bools in each step."""
 
     def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
         super().__init__(model, prompts, limit, pad_token_id)
@@ -116,7 +116,7 @@ class PreparedMaskDecoder(PaddedDecoder):
         self._mask = self._mask[rows]
 
     def _step_mask(self) -> Any:
-        """Return the masks of the newest column; one alone without a dict."""
+        """Return the masks of the newest column by kind of layer; if there is only one, the mask itself."""
         masks = self._step_masks()
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -135,7 +135,7 @@ class PreparedMaskDecoder(PaddedDecoder):
 
 
 class EqualLengthDecoder:
-    """Prompts of one length with the cache that the model makes itself, whose rows all stay."""
+    """Prompts of equal length, with the model's own cache, from which no rows are dropped."""
 
     equal_lengths: ClassVar[bool] = True
 

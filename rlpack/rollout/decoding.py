@@ -8,9 +8,9 @@
 | `EqualLengthDecoder` | prompts of one length | one column |
 | `RecomputingDecoder` | prompts of any lengths | the whole row |
 
-Recurrent layers would read padding on the left as tokens, and some models ignore a mask or positions. Such a model
-samples from another distribution than the one that is trained, without an error. Each decoder is tried against
-whole rows without a cache.
+Recurrent layers would treat left padding as tokens, and some models ignore masks or positions. Such a model would
+silently sample from a different distribution than the one being trained. Each decoder is therefore compared with
+forward passes over whole rows, without a cache.
 """
 
 import logging
@@ -55,8 +55,8 @@ _MOST_THRESHOLDS = 4
 # The longest prompt that is tried with a small model, for thresholds that no known setting names. It is shorter for
 # recurrent layers, which without their kernels take a Python step for each token.
 _LONG, _LONG_RECURRENT = 400, 64
-# Trials of a model that selects experts or keys. Rounding decides between two that are equally good. With experts that
-# is rare, so one trial has to pass; with keys all have to, because a model with many ties has no exact log-probs.
+# Trials of a model that selects experts or keys. Rounding decides between two that score equally. With experts this is
+# rare, so one trial has to pass. With keys all trials have to, because a model with many ties has no exact log-probs.
 _DRAWS = 3
 
 
@@ -67,7 +67,7 @@ DECODERS: tuple[type[Decoder], ...] = (
     EqualLengthDecoder,
     RecomputingDecoder,
 )
-# Decoders that only save time: `PaddedDecoder` gives the same, or says why not.
+# Decoders that only save time: `PaddedDecoder` gives the same result, or an error that says why it can't.
 _OPTIONAL = (DirectDecoder, PreparedMaskDecoder)
 
 
@@ -77,7 +77,7 @@ def choose_decoder(model: PreTrainedModel, pad_token_id: int, *, max_length: int
 
     Args:
         model: in evaluation mode, with the attention that generates.
-        pad_token_id: of the engine.
+        pad_token_id: the engine's padding token.
         max_length: tokens of the longest row that will be generated; None if not known.
 
     Raises:

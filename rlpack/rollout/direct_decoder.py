@@ -1,7 +1,8 @@
 """A decoder that runs known layers itself, without the modules of transformers.
 
-A token of a small model takes longer in Python, in modules, arguments, masks and cache classes, than in its products.
-Prompts run through the model, which fills the cache; each later token is a few calls of PyTorch for a layer.
+With a small model, a token spends more time in Python (modules, arguments, masks and cache classes) than in matrix
+products. Prompts run through the model itself, which fills the cache; each later token takes only a few PyTorch calls
+per layer.
 
 Shape letters: R running rows, M rows of products (R and padding), A attention heads, H key-value heads, G = A / H,
 L tokens, D entries of a head.
@@ -117,7 +118,7 @@ class DirectDecoder(PreparedMaskDecoder):
     def _rotation_tables(self, limit: int) -> dict[str, Tensor]:
         """Return, for each kind of layer and each position, [2, 1, D]: cos, and sin with the signs of a rotation.
 
-        Rotating adds to x·cos the other half of each head times sin, negative for the first half.
+        A rotation is x·cos plus the other half of each head times sin, negated for the first half.
         """
         longest = int(self._prompts.lengths.max()) + limit
         positions = torch.arange(longest, device=self._prompts.lengths.device)[None]

@@ -25,8 +25,8 @@ ENGINES = {"hf": "rlpack.rollout.hf:HFEngine", "vllm": "rlpack.rollout.vllm.vllm
 class Engine(Protocol):
     """Generates with the weights it received last.
 
-    The layout of the weights is checked once. New weights arrive as one `load_bucket` per bucket of the layout, checked
-    and in order; then come `finish_update`, the canary's `logprobs`, and `policy_version` is set.
+    The layout of the weights is checked once. New weights arrive as one `load_bucket` call per bucket of the layout,
+    checked and in order. Then `finish_update` is called, `logprobs` scores the canary, and `policy_version` is set.
 
     Attributes:
         policy_version: the number of weight publications received, 0 before the first; it is stamped on every token.
@@ -58,7 +58,7 @@ class Engine(Protocol):
             tokenizer: the policy's tokenizer.
             device: the rank's device.
             seed: seed of a new model's weights.
-            max_length: most tokens of a row, prompt and response together or canary; for the size of caches.
+            max_length: maximum tokens of a row (prompt and response, or canary); determines the size of caches.
             placement: the `placement` section, for deadlines; None for its defaults.
         """
         ...
@@ -109,7 +109,7 @@ class Engine(Protocol):
 
 
 class FinishedRow(NamedTuple):
-    """A row that an engine has answered, or can't answer.
+    """A row that an engine has finished, with a response or a failure.
 
     Attributes:
         key: the row's key when it was started.
@@ -123,16 +123,16 @@ class FinishedRow(NamedTuple):
 
 
 class StreamingEngine(Engine, Protocol):
-    """An engine that answers rows as they get ready, while others run."""
+    """An engine that returns rows as they finish, while others are still running."""
 
     def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
         """Start rows and return at once.
 
         Args:
-            keys: names the rows; distinct among those that are in flight.
-            prompts: as of `generate`.
-            params: as of `generate`.
-            seeds: as of `generate`.
+            keys: identify the rows; distinct among those in flight.
+            prompts: as for `generate`.
+            params: as for `generate`.
+            seeds: as for `generate`.
 
         Raises:
             SamplingError: a prompt is empty or too long.
@@ -140,7 +140,7 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
-        """Return the rows that are answered since the last call, as soon as there are some; [] at the deadline."""
+        """Wait for rows to finish, and return those that finished since the last call; [] at the deadline."""
         ...
 
     def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
@@ -152,11 +152,11 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def abort(self, keys: Sequence[int] | None = None) -> None:
-        """Forget rows that are in flight: those with these keys, by default all."""
+        """Abort the rows in flight with these keys, by default all, and drop their results."""
         ...
 
     def interrupt(self) -> None:
-        """Stop sampling until `resume`; rows in flight keep the tokens that they have, and new rows wait.
+        """Stop sampling until `resume`; rows in flight keep the tokens sampled so far, and new rows wait.
 
         The engine can load weights meanwhile, and score the canary.
 
@@ -166,10 +166,10 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def resume(self) -> None:
-        """Continue the rows in flight, with the weights that the engine has now; without an interruption, nothing.
+        """Continue interrupted rows with the engine's current weights; do nothing without an interruption.
 
-        Keys and values of the tokens so far are computed again. A row that is continued draws other random numbers than
-        one that was not interrupted.
+        The keys and values of the tokens so far are recomputed, unless the engine is configured to keep them. A
+        continued row draws different random numbers than it would have drawn without the interruption.
         """
         ...
 
@@ -178,7 +178,7 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def wake(self) -> bool:
-        """Wake up to generate; return False if the weights were discarded, so that an update is needed first."""
+        """Wake the engine; return False if its weights were discarded, so that an update is needed first."""
         ...
 
     @property
@@ -196,6 +196,6 @@ STREAMING_ENGINES = frozenset({"vllm"})
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the engine class of a value of `rollout.engine`."""
+    """Return the engine class that a value of `rollout.engine` names."""
     module, _, class_name = ENGINES[name].partition(":")
     return vars(importlib.import_module(module))[class_name]

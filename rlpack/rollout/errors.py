@@ -33,7 +33,7 @@ class BucketError(EngineError):
     """A bucket of weights was not loaded; engines that load in the background raise this in a later call.
 
     Attributes:
-        index: of the bucket in its update, from 0.
+        index: index of the bucket in its update, from 0.
     """
 
     def __init__(self, message: str, index: int) -> None:

@@ -1,7 +1,7 @@
 """Linear layers that read the same input, as one product whose weights are prepared for many calls.
 
 Weights are concatenated and, where oneDNN is faster (`rlpack.models.cpu_products`), stored in the layout that its
-kernels read. For one row to 63, for which layers stay with MKL elsewhere, that is up to three times as fast. Prepared
+kernels read. For 1 to 63 rows, for which layers elsewhere stay with MKL, that is up to three times as fast. Prepared
 weights are copies: they don't follow later changes of the layers.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlpack.models.cpu_products import is_faster, packed_product, packed_weight, rounded_rows
 
-# Multiplications from which oneDNN is faster than MKL in spite of the longer call.
+# Number of multiplications from which oneDNN is faster than MKL despite its longer call.
 _LEAST_WORK = 2**19
 # Numbers of rows below 64 that products are computed with: oneDNN compiles a kernel for each.
 _FEW_ROWS = (4, 8, 12, 16, 24, 32, 48, 64)
@@ -23,7 +23,7 @@ class FusedLinear:
     """input · [weight of each layer]ᵀ + [bias of each layer].
 
     Attributes:
-        least_rows: from which oneDNN is used; None if it never is.
+        least_rows: number of rows from which oneDNN is used; None if it never is.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], *, copy: bool) -> None:
@@ -58,7 +58,7 @@ def padded_rows(count: int, least_rows: int | None) -> int:
 
     Args:
         count: rows.
-        least_rows: the smallest of the products'.
+        least_rows: the smallest `least_rows` of the products; None if they have none.
     """
     if least_rows is None or count < least_rows:
         return count
@@ -66,7 +66,7 @@ def padded_rows(count: int, least_rows: int | None) -> int:
 
 
 def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return weights and biases below each other; zeros where only some layers have a bias."""
+    """Return concatenated weights and biases; zeros where only some layers have a bias."""
     weight = torch.cat([layer.weight for layer in layers])
     if all(layer.bias is None for layer in layers):
         return weight, None

@@ -47,7 +47,7 @@ class HFEngine:
             model: a decoder whose attention supports a cache (`sdpa`, `eager`), on its device.
             pad_token_id: any id of the vocabulary; it is always masked.
             max_num_seqs: rows that run at the same time.
-            max_length: most tokens of a row; None if not known.
+            max_length: maximum tokens of a row; None if not known.
 
         Raises:
             EngineError: the model's attention does not support a cache, or the model can't generate.
@@ -146,7 +146,7 @@ class HFEngine:
 
         Args:
             order: rows by length, int64 [B].
-            lengths: of their prompts, int64 [B].
+            lengths: lengths of their prompts, int64 [B].
         """
         if order.numel() == 0:
             return
@@ -184,7 +184,7 @@ class HFEngine:
 
 
 def _record_batch(began: float, lengths: np.ndarray) -> None:
-    """Record the rows of a batch that ran at a time, their mean, and its tokens.
+    """Record the tokens of a batch, and the mean number of rows that ran at a time.
 
     Args:
         began: seconds since the epoch.
@@ -250,7 +250,7 @@ def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device
 
 
 def _filled(alive: np.ndarray) -> np.ndarray:
-    """Return the rows that are alive, the last of them in the places of those that are not, so that few rows move.
+    """Return the rows that are alive, with the last of them filling the places of finished rows, so that few rows move.
 
     >>> _filled(np.array([True, False, True, False, True, True]))
     array([0, 5, 2, 4])

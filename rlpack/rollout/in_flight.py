@@ -1,13 +1,14 @@
-"""The rows that a streaming engine is answering, and when those that ended are worth an answer to the driver.
+"""Track the rows in flight in a streaming engine, and decide when ended rows are returned to the driver.
 
 Invariants (tests/unit/rollout/test_in_flight.py):
 
-1. every started row is returned once, answered or failed, unless its generation was abandoned; none is begun a
-   second time here, so that the driver counts all repetitions;
+1. every started row is returned once, answered or failed, unless its generation was abandoned; no row is restarted
+   here, so that the driver counts all retries;
 2. rows that ended are returned as soon as the last one of a group has, one has failed, or `enough` of them have;
-3. generations may run at the same time; each is returned its own rows, and abandoning one doesn't affect the others. A
-   generation that waits makes way for another whose rows are worth an answer: once for each of its answers, so that
-   calls that return nothing don't repeat for as long as the other one doesn't ask.
+3. generations may run concurrently; each gets only its own rows, and abandoning one doesn't affect the others. A call
+   that waits for one generation returns early when rows of another are ready to be returned. It does so only once per
+   answer of the engine to that other generation, so that calls don't keep returning nothing until the other generation
+   asks.
 """
 
 import time
@@ -23,7 +24,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.rollout.engine import FinishedRow, StreamingEngine
 from rlpack.rollout.types import SamplingParams
 
-# Rows that end within this time after those that are worth an answer, in seconds, are returned with them.
+# Rows that end within this many seconds after rows that are ready to be returned are returned with them.
 _COALESCE_S = 0.02
 
 
@@ -35,7 +36,7 @@ class EndedRows(NamedTuple):
         params: how their tokens were sampled.
         responses: what the engine returned for each row; None if it failed.
         failures: why a row has no response; "" if it has one.
-        has_engine_failed: whether the engine that failed the row is the present one, for each row.
+        has_engine_failed: whether each row failed in the current engine, rather than in one that was replaced.
     """
 
     rows: BatchedDataDict
@@ -71,7 +72,7 @@ class _Row(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A row that ended, its answer, and whether the present engine failed."""
+    """A row that ended, its answer, and whether the current engine failed it."""
 
     row: _Row
     answer: FinishedRow
@@ -83,7 +84,7 @@ class _Ended(NamedTuple):
 
 
 class RowsInFlight:
-    """What one engine is answering."""
+    """The rows in flight in one engine."""
 
     def __init__(self, engine: StreamingEngine) -> None:
         """Start without any row."""
@@ -103,7 +104,7 @@ class RowsInFlight:
         """
         if rows.num_rows == 0:
             return
-        # Copies: rows end later than this call, which ends the tokens' memory.
+        # Copies: the rows outlive this call, but the memory of their tokens does not.
         prompts: Ragged = rows["input_ids"]
         own = Ragged(prompts.values.clone(), prompts.lengths.clone())
         columns = {"input_ids": own, "group_ids": rows["group_ids"].clone(), "uid": list(rows["uid"])}
@@ -115,7 +116,7 @@ class RowsInFlight:
         self._running |= {key: _Row(begun, place, groups[place]) for place, key in enumerate(keys)}
 
     def abandon(self, oldest: int) -> None:
-        """Forget the rows of generations before `oldest`, whose results nobody waits for."""
+        """Abort the rows of generations before `oldest`, whose results are no longer needed."""
         keys = [key for key, row in self._running.items() if row.begun.generation < oldest]
         if keys:
             self._engine.abort(keys)
@@ -125,7 +126,7 @@ class RowsInFlight:
         self._enough = {number: enough for number, enough in self._enough.items() if number >= oldest}
 
     def move_to(self, engine: StreamingEngine) -> None:
-        """Use another engine; the rows in flight have failed, and the driver begins them again."""
+        """Switch to another engine; rows in flight count as failed, and the driver restarts them."""
         self._engine = engine
         lost = "the engine that had it in flight was replaced"
         self._ended = [ended._replace(has_engine_failed=False) for ended in self._ended]
@@ -135,12 +136,12 @@ class RowsInFlight:
         self._running.clear()
 
     def ended(self, generation: int, timeout_s: float, enough: int = 0) -> EndedRows:
-        """Return the rows of a generation that ended since its last call, as soon as they are worth it.
+        """Return a generation's ended rows, once a group is complete, a row has failed, or `enough` have ended.
 
         Args:
             generation: its number.
-            timeout_s: after this time, in seconds, all that ended are returned, and there may be none.
-            enough: so many rows are returned although they complete no group; 0 for no number of rows.
+            timeout_s: time in seconds after which all ended rows are returned, possibly none.
+            enough: number of ended rows that are returned even if they complete no group; 0 for no such number.
         """
         deadline, self._enough[generation] = time.monotonic() + timeout_s, enough
         others = set[int]()
@@ -164,7 +165,7 @@ class RowsInFlight:
         return 0 < enough <= len(own) or any(ended.answer.failure or ended.is_last_of_group for ended in own)
 
     def _record(self, answers: Sequence[FinishedRow]) -> set[int]:
-        """Note the answers of rows that run, others were abandoned; return their generations."""
+        """Record the answers to running rows, ignoring abandoned ones; return their generations."""
         generations = set[int]()
         for answer in answers:
             if answer.key in self._running:

@@ -31,7 +31,7 @@ _SUFFIXES = (
     "TextScaledWordEmbedding",
 )
 _PLAIN = (nn.Linear, FasterLinear, nn.Embedding, nn.ModuleList)
-# The names of the functions that these activations compute, in configs.
+# Names in configs for the functions that these activations compute.
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
@@ -64,7 +64,7 @@ class KnownLayer(NamedTuple):
     """A layer: states += after_attention(o(attention(qkv(before_attention(states))))); the same for the MLP.
 
     Attributes:
-        kind: of its attention and rotary positions, as in `layer_types` of the config.
+        kind: kind of its attention and rotary positions, as in the config's `layer_types`.
         before_attention: norm of the layer's input.
         after_attention: norm of attention's output; None without.
         before_mlp: norm of the MLP's input.
@@ -97,14 +97,14 @@ class KnownModel(NamedTuple):
 
     Attributes:
         embedding: [V, hidden size].
-        embedding_scale: factor of embeddings.
-        layers: in order.
-        norm: of the last layer's output.
+        embedding_scale: factor applied to embeddings.
+        layers: the layers in order.
+        norm: norm of the last layer's output.
         head: returns logits.
-        heads: of queries.
-        key_value_heads: of keys and values.
+        heads: number of query heads.
+        key_value_heads: number of key and value heads.
         head_size: entries of a head.
-        activation: of the MLP.
+        activation: activation function of the MLP.
         rotate: returns (cos, sin), each [1, n, head_size], of positions int64 [1, n] and a kind of layer.
     """
 

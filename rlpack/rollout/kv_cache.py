@@ -31,7 +31,7 @@ class BufferedLayer(CacheLayerMixin):
 
     Attributes:
         window: tokens that a token sees, itself included; None for all.
-        keys: what the next token will see, [R, H, L, D]; a view of the buffer.
+        keys: keys that the next token will attend to, [R, H, L, D]; a view of the buffer.
         values: likewise.
     """
 
@@ -41,7 +41,7 @@ class BufferedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self._limit, self.window = limit, window
         self._seen = 0  # tokens that the layer was given
-        self._start, self._end = 0, 0  # of those that it keeps, in the buffers
+        self._start, self._end = 0, 0  # the kept tokens' range in the buffers
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -124,7 +124,7 @@ class BufferedLayer(CacheLayerMixin):
 
 
 class BufferedCache(DynamicCache):
-    """transformers' dynamic cache of a model, with buffers in its layers of plain and sliding attention."""
+    """transformers' dynamic cache of a model, with buffered layers for full and sliding-window attention."""
 
     def __init__(self, model: PreTrainedModel, limit: int) -> None:
         """Make a cache for rows of at most `limit` tokens; it takes no memory before the first."""
@@ -161,7 +161,7 @@ def mask_windows(model: PreTrainedModel, cache: BufferedCache) -> dict[str, int 
 
 
 def _buffered(layer: Any, limit: int) -> Any:
-    """Return a layer with buffers for those of transformers' that concatenate; other layers as they are."""
+    """Return a buffered layer in place of a transformers layer that concatenates; other layers unchanged."""
     if type(layer) is DynamicLayer:
         return BufferedLayer(limit)
     if type(layer) is DynamicSlidingWindowLayer:

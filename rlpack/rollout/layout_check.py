@@ -1,4 +1,4 @@
-"""Whether a stream of weights fits an engine's model, by names and shapes."""
+"""Check by names and shapes whether a stream of weights fits an engine's model."""
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ from rlpack.rollout.errors import EngineError
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return the further names of each weight that has several, by its first name."""
+    """Return the additional names of each tied weight, by its first name."""
     first: dict[int, str] = {}
     further: dict[str, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -27,8 +27,8 @@ def check_layout(model: PreTrainedModel, layout: WeightLayout) -> None:
     """Check names and shapes; weights tied to one that is sent may be missing.
 
     Args:
-        model: of the engine; it may be on the meta device.
-        layout: of the stream.
+        model: the engine's model; may be on the meta device.
+        layout: layout of the stream.
 
     Raises:
         EngineError: a name or a shape does not fit the model.

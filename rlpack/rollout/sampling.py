@@ -19,7 +19,7 @@ from rlpack.rollout.types import SamplingParams
 
 # Largest number of probabilities in memory at once: 64 MiB for each copy.
 _MAX_ENTRIES = 1 << 24
-# Tokens of a block, of which one is drawn first.
+# Tokens per block; a block is drawn first, then a token in it.
 _BLOCK = 128
 
 
@@ -110,7 +110,7 @@ def _sample_chunk(logits: Tensor, params: SamplingParams, targets: Tensor) -> tu
         blocks = padded.unflatten(1, (-1, _BLOCK))
         sums = blocks.sum(-1)
         chosen, missing = _invert(sums.cumsum(-1, dtype=torch.float64), targets[:, None], logits)
-        # How far into the block the target lies; rounding may leave [0, 1) by an ulp.
+        # The target's position within the block; rounding may move it out of [0, 1) by an ulp.
         shares = (1 - missing / sums.gather(1, chosen)).clamp(0, 1 - 2.0**-53)
         block = blocks.gather(1, chosen[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1)
         tokens = chosen * _BLOCK + _invert(block.cumsum(-1, dtype=torch.float64), shares, logits)[0]
@@ -123,7 +123,7 @@ def _invert(cumulative: Tensor, shares: Tensor, logits: Tensor) -> tuple[Tensor,
     Args:
         cumulative: sums of entries of 0 or more, float64 [B, n].
         shares: in [0, 1), float64 [B, 1].
-        logits: from which the entries come, for the error.
+        logits: the logits that the entries were computed from, for the error.
 
     Raises:
         EngineError: sums of a row are not finite.

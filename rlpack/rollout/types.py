@@ -1,7 +1,7 @@
 """The data of generation: sampling parameters, the results of engines, and trajectories.
 
-Letters: B rows, S segments of all rows, n tokens of one segment. Per token of a sampled segment there are a log-prob
-and a policy version, in the order of its token ids; given tokens (prompts, tool results) have neither.
+Letters: B rows, S segments of all rows, n tokens of one segment. Each token of a sampled segment has a log-prob and a
+policy version, in the order of the token ids; given tokens (prompts, tool results) have neither.
 
 A *policy version* is the number of weight publications that the engine had received when it sampled the token: 0 before
 the first, 1 after it. It is not the number of optimizer steps, which the metric `optimizer_steps` counts.

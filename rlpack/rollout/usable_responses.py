@@ -1,8 +1,8 @@
-"""Which responses of a streaming engine can be trained on, judged row by row.
+"""Decide row by row which responses of a streaming engine can be trained on.
 
-A response with a log-prob that is missing, NaN or positive, an id outside the vocabulary, an impossible policy version
-or another end than a stop token or the limit is a failure of only its row, and never ends a call: the driver has the
-row generated again (`rlpack.recipes.driver.router`).
+A response is unusable if a log-prob is missing, NaN or positive, a token id is outside the vocabulary, a policy version
+is impossible, or it ended with neither a stop token nor the length limit. Only this row then fails, not the call, and
+the driver has it generated again (`rlpack.recipes.driver.router`).
 """
 
 from collections.abc import Sequence

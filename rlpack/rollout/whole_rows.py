@@ -1,4 +1,4 @@
-"""Compare the last logits of generated rows with those of whole rows, whenever rows are longer than any before.
+"""Compare the last logits of generated rows with forward passes over whole rows, as rows get longer or weights change.
 
 The trial that chooses a decoder uses short rows of random tokens. A cache that is wrong only beyond a length that no
 known setting names, or only with trained weights, is detected here, in the first batch that has such rows.
@@ -36,7 +36,7 @@ class WholeRowComparison:
 
         Args:
             lengths: tokens of each row, int64 [R].
-            policy_version: of the weights.
+            policy_version: policy version of the weights.
         """
         longest = np.argsort(-lengths, kind="stable")[:_ROWS]
         if not len(longest):

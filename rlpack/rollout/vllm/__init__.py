@@ -2,7 +2,7 @@
 
 - `vllm_package`: which vLLM is installed, whether it fits, and the command that installs it; imports no vLLM.
 - `argument_names`, `arguments`: vLLM's engine arguments from the `rollout` section.
-- `start_engine`, `engine_log`: start vLLM's processes; what they log.
+- `start_engine`, `engine_log`: start vLLM's processes, and collect their logs.
 - `initial_weights`: the weights that vLLM starts with.
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.

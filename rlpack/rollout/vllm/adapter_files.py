@@ -1,7 +1,7 @@
-"""An adapter in files, in peft's format, and their digest, by which vLLM's process checks them before it reads them.
+"""Adapter files in peft's format, and a digest that vLLM's process checks before it reads them.
 
-Invariant (tests/unit/rollout/vllm/test_runtime_adapters.py): files that are missing, cut, changed or another update's
-are refused.
+Invariant (tests/unit/rollout/vllm/test_runtime_adapters.py): files that are missing, truncated, changed or from another
+update are refused.
 """
 
 import json
@@ -19,7 +19,7 @@ _SETTINGS, _MATRICES = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(folder: Path, settings: Mapping[str, Any], matrices: Mapping[str, Tensor]) -> str:
-    """Write an adapter, and return the digest of what was to be written, before it was."""
+    """Write an adapter; return the digest of its contents, computed before they are written."""
     contiguous = {name: matrix.contiguous() for name, matrix in matrices.items()}
     files = {_SETTINGS: json.dumps(settings).encode(), _MATRICES: save(contiguous, metadata={"format": "pt"})}
     found = _digest(files)

@@ -1,6 +1,6 @@
-"""The names of vLLM's engine arguments: those that a user may set, that rlpack sets, and whose results nobody reads.
+"""The names of vLLM's engine arguments: which a user may set, which rlpack sets, and which have unused results.
 
-The installed vLLM's source says which there are. Nothing here imports vLLM, which takes seconds.
+The names are read from the installed vLLM's source, because importing vLLM takes seconds.
 """
 
 import ast
@@ -124,7 +124,7 @@ def argument_problems(
 
 
 def _expected(key: str, name: str, value: Any, *, on_gpu: bool) -> str | None:
-    """Return what an argument that rlpack reads has to be; None if it is that, or if only vLLM reads it."""
+    """Return which values an argument that rlpack reads may have; None if it has one, or if only vLLM reads it."""
     kind, is_count = _READ.get(name), type(value) is int and value > 0
     if name == "block_size" and not on_gpu:
         is_block = is_count and value % CPU_BLOCK_SIZE == 0
@@ -140,7 +140,7 @@ def _expected(key: str, name: str, value: Any, *, on_gpu: bool) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as a command line has it."""
+    """Return a value as it is written on a command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 

@@ -35,10 +35,10 @@ _SHORTEST = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's config says about its attention.
+    """The shape of a model's attention, from its config.
 
     Attributes:
-        head_size: numbers of one head's keys.
+        head_size: size of one head's keys.
         kv_heads: heads of keys and values.
         layers: number of layers.
         vocab_size: token ids are below it.
@@ -137,21 +137,21 @@ def engine_length(longest_row: int) -> int:
 
 
 def default_dtype(config: PreTrainedConfig) -> Literal["fp32", "bf16"]:
-    """Return the type to run a model in: that of its saved weights, bf16 for other types of 16 bits."""
+    """Return the dtype to run a model in: that of its saved weights, or bf16 for other 16-bit dtypes."""
     saved = str(config.to_dict().get("dtype") or "float32")
     return "fp32" if saved.endswith("float32") else "bf16"
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an engine has room for.
+    """The capacity of an engine.
 
     Attributes:
-        dtype: `fp32` or `bf16`, of weights, keys and values.
+        dtype: `fp32` or `bf16`, for weights, keys and values.
         max_length: longest prompt and response together, in tokens.
         max_num_seqs: rows that run at once.
         gpus: 0 for a CPU.
-        compile: whether the model is compiled; None on GPUs only.
+        compile: whether the model is compiled; None compiles it on GPUs only.
         kv_cache_gb: size of the cache of keys and values; None to derive it.
         block_size: tokens of a block of the cache.
     """
@@ -174,8 +174,8 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
     """Return the engine arguments of every vLLM that rlpack starts.
 
     Args:
-        shape: of the model.
-        capacity: what the engine has room for.
+        shape: attention shape of the model.
+        capacity: capacity of the engine.
         model: folder or hub name.
     """
     gpus, compiled = capacity.gpus, capacity.compile
@@ -186,7 +186,7 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
         "max_model_len": capacity.max_length,
         "max_num_seqs": capacity.max_num_seqs,
         "tensor_parallel_size": max(1, gpus),
-        # One more process, not two.
+        # "uni" runs one additional process, "mp" at least two.
         "distributed_executor_backend": "mp" if gpus > 1 else "uni",
         "enforce_eager": not (compiled if compiled is not None else gpus > 0),
         "seed": 0,
@@ -205,7 +205,7 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
 
 
 def least_cache_bytes(shape: Shape, capacity: Capacity) -> int:
-    """Return the size of the smallest cache that rlpack starts vLLM with, in bytes: two of the longest rows."""
+    """Return the size in bytes of the smallest cache that rlpack starts vLLM with: it holds two of the longest rows."""
     block = capacity.block_size
     blocks = -(-capacity.max_length // block) + 1  # of a row; vLLM keeps one block for itself
     return 2 * shape.cache_bytes(blocks * block, capacity.dtype)
@@ -215,10 +215,10 @@ def cache_problem(shape: Shape, capacity: Capacity, *, key: str, lower: str) -> 
     """Return why a given cache is too small, with the least size that works; None if it isn't, or none is given.
 
     Args:
-        shape: of the model.
-        capacity: what the engine has room for.
-        key: sets the size of the cache, for the message.
-        lower: the keys that shorten rows, for the message.
+        shape: attention shape of the model.
+        capacity: capacity of the engine.
+        key: key that sets the size of the cache, for the message.
+        lower: keys that shorten rows, for the message.
     """
     given, least = capacity.given_cache_bytes, least_cache_bytes(shape, capacity)
     if given is None or given >= least:
@@ -235,18 +235,18 @@ def _in_gb(size: int) -> str:
 
 
 def block_size(arguments: Mapping[str, Any]) -> int:
-    """Return the tokens of a block of the cache, which a user may set; `argument_problems` has unusable values."""
+    """Return the tokens of a block of the cache, which a user may set; `argument_problems` reports unusable values."""
     size = arguments.get("block_size")
     return size if isinstance(size, int) and size > 0 else CPU_BLOCK_SIZE
 
 
 def cache_budget() -> int:
-    """Return the memory that an engine on a CPU takes for its cache by itself, in bytes."""
+    """Return the memory in bytes that an engine on a CPU takes for its cache by default."""
     return int(psutil.virtual_memory().available * _MEMORY_SHARE)
 
 
 def run_capacity(settings: Rollout, *, dtype: str, max_length: int, gpus: int) -> Capacity:
-    """Return what an engine of a run has room for; the arguments are those of `engine_arguments`."""
+    """Return the capacity of an engine of a run; the arguments are those of `engine_arguments`."""
     return Capacity(
         *(dtype, max_length, settings.max_num_seqs, gpus, settings.compile, settings.kv_cache_gb),
         block_size=block_size(settings.vllm),
@@ -267,7 +267,7 @@ def engine_arguments(
 
     Args:
         settings: the `rollout` section; a null `sleep_level` is 0.
-        shape: of the model.
+        shape: attention shape of the model.
         model: folder or hub name.
         dtype: `fp32` or `bf16`.
         max_length: longest prompt and response together, in tokens.

@@ -1,7 +1,7 @@
 """vLLM's arguments for a reward model: a sequence classifier with one label, scored at the last token.
 
-vLLM runs the family's causal language model with the classifier's head in place of the output layer. It would apply a
-sigmoid to one label; rewards are the head's output as it is.
+vLLM runs the family's causal language model with the classifier's head in place of the output layer. By default it
+would apply a sigmoid to a single label, but rewards are the head's raw output.
 """
 
 import ast
@@ -34,7 +34,7 @@ def classifier_arguments(config: PreTrainedConfig, *, model: str) -> dict[str, A
     """Return the engine arguments of a reward model, beyond those of every vLLM that rlpack starts.
 
     Args:
-        config: of the model.
+        config: config of the model.
         model: folder or hub name, for errors.
 
     Raises:
@@ -71,7 +71,7 @@ def classifier_arguments(config: PreTrainedConfig, *, model: str) -> dict[str, A
 
 
 def pad_token(config: PreTrainedConfig) -> int | None:
-    """Return the padding token of a classifier, after which transformers reads no score."""
+    """Return the padding token of a classifier, at which transformers never reads a score."""
     return config.get_text_config().to_dict().get("pad_token_id")
 
 

@@ -1,28 +1,29 @@
-"""How long calls of vLLM may take, by the keys of the configuration.
+"""Deadlines of calls to vLLM, derived from the configuration.
 
-Calls that load weights or change the engine's state run within a call of the role, often several of them. Each has a
-deadline, and so have all of them together, from the beginning of the role's call or the start of the engine within it
-(`rlpack.role_call`). It is below that of the role's call, so that the rank itself notices a hang: it ends vLLM's
-process and starts another one. If the role's deadline passed first, the driver would end the rank.
+Calls that load weights or change the engine's state run within a call of the role, often several in one. Each has a
+deadline, and so do all of them together, counted from the beginning of the role's call or from the start of the engine
+within it (`rlpack.role_call`). These deadlines are shorter than that of the role's call, so that the rank itself
+detects a hang, kills vLLM's process and starts another one. If the role's deadline passed first, the driver would end
+the rank.
 """
 
 from typing import NamedTuple
 
 from rlpack.config.schema import Placement, Rollout
 
-# Of the deadline of the role's call. The rest is for ending vLLM's process, which takes at most 20 s.
+# Share of the deadline of the role's call. The rest is for ending vLLM's process, which takes at most 20 s.
 _OF_CALL = 0.5
-# Of the deadline of the role's start. The rest is for what comes before vLLM, such as making a new model.
+# Share of the deadline of the role's start. The rest is for work before vLLM starts, such as making a new model.
 _OF_START = 0.9
 
 
 class Deadline(NamedTuple):
-    """A longest time, and the key that sets it.
+    """A time limit, and the key that sets it.
 
     Attributes:
         seconds: the time.
         source: the key.
-        together: that of all calls of vLLM within one call of the role; None for none.
+        together: time limit of all vLLM calls within one call of the role together; None for none.
 
     >>> str(Deadline(30.0, "half of placement.call_timeout_s=60"))
     '30 s (half of placement.call_timeout_s=60)'
@@ -33,7 +34,7 @@ class Deadline(NamedTuple):
     together: "Deadline | None" = None
 
     def __str__(self) -> str:
-        """Return how errors name it."""
+        """Return the deadline as errors show it."""
         return f"{self.seconds:g} s ({self.source})"
 
 
@@ -41,9 +42,9 @@ class Deadlines(NamedTuple):
     """The deadlines of an engine.
 
     Attributes:
-        start: of its start.
-        control: of a call that loads weights, or reads or changes its state.
-        request_s: of a response, in seconds: `rollout.request_timeout_s`.
+        start: deadline of the engine's start.
+        control: deadline of a call that loads weights, or reads or changes the engine's state.
+        request_s: time limit of a response in seconds, `rollout.request_timeout_s`.
     """
 
     start: Deadline

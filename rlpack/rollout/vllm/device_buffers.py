@@ -11,7 +11,7 @@ once per export and keeps it open until the update ends.
 Invariants (tests/unit/rollout/vllm/test_device_buffers.py, tests/gpu/test_device_buffers.py):
 
 1. tensors of any dtype and shape are read back exactly as written;
-2. a buffer that was changed, one of another GPU, or a bucket out of order is refused before a weight is used;
+2. a buffer that was changed or is on another GPU, or a bucket out of order, is refused before a weight is used;
 3. between updates neither side holds a buffer.
 """
 
@@ -108,7 +108,7 @@ class DeviceBuffers:
 
         Args:
             weights: whole tensors on the CPU, by name.
-            index: of the bucket in its update.
+            index: index of the bucket in its update.
 
         Raises:
             torch.OutOfMemoryError: a GPU has no room for the buffer.

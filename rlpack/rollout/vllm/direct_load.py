@@ -65,7 +65,7 @@ class Target:
 
     Attributes:
         layer: the module's name.
-        name: of the parameter in the module.
+        name: name of the parameter in the module.
         meta: the parameter before it is loaded, on the meta device; for a `bias`, which vLLM never moves there, the
             parameter itself.
         copies: the copies into it, without duplicates and in order.

@@ -1,4 +1,4 @@
-"""A file for vLLM's logs, from the rank and from vLLM's process, in which the causes of errors are found.
+"""The log file of vLLM, from the rank and from vLLM's process, which is searched for the causes of errors.
 
 vLLM and its dependencies also write to standard error, from C++ and before vLLM configures logging. That output goes to
 the same file, and from there to the run's log, so that the console shows only rlpack's messages.
@@ -28,7 +28,7 @@ class EngineLog:
     """A folder with vLLM's log; it lives as long as the engine.
 
     Attributes:
-        path: the log, warnings and errors.
+        path: the log file, with warnings and errors.
         config: the file that tells vLLM to write it (`VLLM_LOGGING_CONFIG_PATH`).
     """
 

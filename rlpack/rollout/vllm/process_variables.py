@@ -2,7 +2,7 @@
 
 from rlpack import malloc_settings
 
-# Where the user has not set them.
+# Defaults, which the user's own settings override.
 DEFAULT_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -17,7 +17,7 @@ def process_variables(
     """Return the variables that depend on the engine.
 
     Args:
-        num_threads: of the model on a CPU.
+        num_threads: number of threads of the model on a CPU.
         on_gpu: whether the engine runs on a GPU.
         enforce_eager: whether the model is not compiled.
         deterministic: whether rounding must not depend on which rows run together.

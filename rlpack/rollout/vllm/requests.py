@@ -1,4 +1,4 @@
-"""Sampling parameters to vLLM, and its results back to `rlpack.rollout.types`.
+"""Convert sampling parameters to vLLM's, and its results to `rlpack.rollout.types`.
 
 Invariants (tests/vllm/test_sampling.py, tests/unit/rollout/vllm/test_requests.py):
 
@@ -49,7 +49,7 @@ class JoinedOutput(NamedTuple):
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the parts of one response, `vllm.CompletionOutput` each, as one; its end is that of the last part."""
+    """Join the parts of one response, each a `vllm.CompletionOutput`; it ends as the last part does."""
     if len(parts) == 1:
         return parts[0]
     spans, offset = [], 0
@@ -83,9 +83,9 @@ def _joined_logprobs(parts: Sequence[Any]) -> _Logprobs | None:
 
 
 def continuation_seed(seed: int, num_sampled: int) -> int:
-    """Return the seed of the tokens after the first `num_sampled` ones of a row; for 0 it is the row's own.
+    """Return the seed for a row's tokens after the first `num_sampled`; for 0, the row's own seed.
 
-    Each request starts its own random numbers, so the row's seed would draw those of its first tokens again.
+    Each request restarts its random numbers, so the row's seed would draw those of its first tokens again.
     """
     if num_sampled == 0:
         return seed
@@ -102,7 +102,7 @@ def to_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
 
     Args:
         params: how tokens are sampled.
-        seed: of the row; its lowest 63 bits count.
+        seed: seed of the row; only its lowest 63 bits are used.
     """
     return {
         "temperature": params.temperature,
@@ -203,7 +203,7 @@ def prompt_logprobs(output: Any, length: int) -> torch.Tensor:
 
     Args:
         output: a finished `vllm.RequestOutput` of a request for flat log-probs of its prompt.
-        length: of the prompt.
+        length: number of tokens of the prompt.
 
     Raises:
         EngineError: there is not one log-prob per token.

@@ -1,4 +1,4 @@
-"""ASGI middleware: the token of `rlpack serve` on every path of vLLM's server.
+"""ASGI middleware that requires the token of `rlpack serve` on every path of vLLM's server.
 
 vLLM's own check covers only paths such as `/v1`; `/invocations` and `/generative_scoring`, among others, would run the
 model for anyone. It runs in vLLM's process, which imports it by name (`--middleware`).
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
-# Says that the server is ready, and nothing else.
+# Reports only that the server is ready.
 OPEN_PATH = "/health"
 _UNAUTHORIZED = 401
 _POLICY_VIOLATION = 1008
@@ -52,7 +52,7 @@ class RequireToken:
             await send({"type": "http.response.body", "body": body})
 
     def _knows(self, scope: Scope) -> bool:
-        """Return whether a request has the token; each comparison takes the same time."""
+        """Return whether a request has the token, compared in constant time."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if given else (b"", b"", b"")
         return scheme.lower() == b"bearer" and secrets.compare_digest(token, self._token)

@@ -35,12 +35,12 @@ _PAUSE_S = 7200.0
 
 
 class Row(NamedTuple):
-    """A row to answer.
+    """A row to generate a response for.
 
     Attributes:
-        key: names it.
+        key: identifies the row.
         prompt: its token ids, int64 [n].
-        seed: of its random numbers.
+        seed: seed of its random numbers.
         params: how tokens are sampled.
     """
 
@@ -101,7 +101,7 @@ class RowRequests:
             return rows
 
     async def cancel(self, keys: Sequence[int] | None = None) -> None:
-        """Cancel rows, by default all, which aborts their requests in vLLM; nobody may ask for their results."""
+        """Cancel rows, by default all: abort their requests in vLLM, and return no results for them."""
         tasks = {task for key, task in self._tasks.items() if keys is None or key in set(keys)}
         for task in tasks:
             task.cancel()
@@ -131,7 +131,7 @@ class RowRequests:
             await self._wait_for_ends(loop.time() + _ABORT_S)
 
     async def _wait_for_ends(self, end: float) -> None:
-        """Wait until vLLM runs no request of a row, at most until a time of the loop."""
+        """Wait until vLLM runs no request of a row, at most until `end`, in the loop's time."""
         while self._num_asking and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.002)
 
@@ -157,12 +157,12 @@ class RowRequests:
 
     @staticmethod
     def _is_cancelled() -> bool:
-        """Return whether the current row was cancelled, and not something within vLLM that it waits for."""
+        """Return whether the current row was cancelled, rather than something within vLLM that it awaits."""
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
 
     async def _answer(self, row: Row) -> Any:
-        """Return the response to a row, as `vllm.CompletionOutput` has it; an interrupted request is continued."""
+        """Return the response to a row, like a `vllm.CompletionOutput`; continue interrupted requests."""
         parts: list[Any] = []
         sampled: list[int] = []
         salt: int | None = None

@@ -1,8 +1,8 @@
 """LoRA adapters that vLLM applies while it generates (`rollout.lora=adapter`): only their matrices are sent.
 
-The base weights are frozen, so vLLM's copy stays the trainer's; the canary verifies it at every publication. Each
-update becomes an adapter with a new id, because vLLM keeps the old matrices for an id that it already has. vLLM reads
-it from files, whose digest its process checks first (`adapter_files`).
+The base weights are frozen, so vLLM's copy stays equal to the trainer's; the canary verifies this at every publication.
+Each update becomes an adapter with a new id, because vLLM keeps the old matrices for an id that it already has. vLLM
+reads it from files, whose digest its process checks first (`adapter_files`).
 """
 
 import tempfile
@@ -27,12 +27,13 @@ def adapter_arguments(model: PreTrainedModel, rank: int) -> dict[str, Any]:
     """Return the engine arguments for one adapter at a time.
 
     Args:
-        model: of the engine, in transformers; it may be on the meta device.
-        rank: of the adapters, at most the last of `ADAPTER_RANKS`.
+        model: the engine's model in transformers; may be on the meta device.
+        rank: rank of the adapters, at most the last of `ADAPTER_RANKS`.
     """
     assert rank <= ADAPTER_RANKS[-1], "the configuration's rules refuse it"
     reserved = next(known for known in ADAPTER_RANKS if known >= rank)
-    # No other layers, such as vLLM's experts: `shared_weights` has CPUs run those by kernels that take no adapters.
+    # No other layers, such as vLLM's experts: on CPUs, `shared_weights` runs those with kernels that don't support
+    # adapters.
     layers = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
     sizes = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": reserved}
     return {"enable_lora": True, "lora_target_modules": layers} | sizes
@@ -49,7 +50,7 @@ class RuntimeAdapters:
         """Start without an adapter.
 
         Args:
-            model: of the engine, in transformers; it may be on the meta device.
+            model: the engine's model in transformers; may be on the meta device.
         """
         self.in_use: Any = None
         self._updates = 0
@@ -109,7 +110,7 @@ class RuntimeAdapters:
     def _written(self) -> Iterator[tuple[str, str]]:
         """Yield a folder with the adapter, which vLLM must read before the context ends, and the digest of its files.
 
-        After it, the next update starts.
+        The end of the context starts the next update.
         """
         if len(self._matrices) != 2 * len(self._layers):
             raise EngineError(

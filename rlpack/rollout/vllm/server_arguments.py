@@ -23,7 +23,7 @@ from rlpack.rollout.vllm.arguments import (
 from rlpack.rollout.vllm.classifier_arguments import classifier_arguments, is_classifier
 from rlpack.rollout.vllm.server_options import ServerOptions
 
-# Of models whose config doesn't say how long a text they take.
+# For models whose config doesn't state the longest text that they take.
 _UNKNOWN_LENGTH = 2048
 _SHORTEST = 32  # tokens
 # Checks the token of every request; vLLM's own check leaves some paths open.
@@ -35,10 +35,10 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
     """Return the arguments of vLLM's server, by vLLM's names.
 
     Args:
-        config: of the model.
-        options: of the command.
+        config: config of the model.
+        options: options of the command.
         model: folder or hub name.
-        name: of the model in requests.
+        name: name of the model in requests.
 
     Raises:
         EngineError: an option doesn't fit the model, or vLLM can't run it on the device.

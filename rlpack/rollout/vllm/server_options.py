@@ -13,7 +13,7 @@ class ServerOptions:
         host: IP address to listen on.
         port: 0 for any free one.
         max_length: longest prompt and response together, in tokens; None for the longest that fits.
-        dtype: of weights, keys and values; None for that of the saved weights.
+        dtype: dtype of weights, keys and values; None for that of the saved weights.
         kv_cache_gb: size of the cache of keys and values; None to derive it.
         vllm: further arguments by vLLM's names.
         on_gpu: whether the model runs on GPUs.

@@ -21,7 +21,7 @@ from rlpack.rollout.vllm.require_token import OPEN_PATH
 
 _log = logging.getLogger(__name__)
 
-# From the first signal: the server's own way of ending gets the first part, SIGKILL the rest.
+# Counted from the first signal: the server has the first part to shut down gracefully, SIGKILL gets the rest.
 _GRACE_S, _KILL_S = 5.0, 2.0
 _POLL_S = 0.2
 _PROBE_S = 5.0
@@ -32,14 +32,14 @@ class ServerProcess:
     """A running process of vLLM's server.
 
     Attributes:
-        pid: of the process, which leads its own session.
+        pid: id of the process, which leads its own session.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        """Take a started process and the file with its output."""
+        """Wrap a started process and the file with its output."""
         self.pid = process.pid
         self._process, self._log = process, log
-        # Knows when it started, too: once the process has ended, another may have its number.
+        # Also records the start time: once the process has ended, another may reuse its id.
         self._leader = psutil.Process(process.pid)
 
     def wait_until_ready(self, host: str, port: int, timeout_s: float) -> int:
@@ -66,7 +66,7 @@ class ServerProcess:
         )
 
     def wait_for_end(self) -> None:
-        """Return never; the server runs until it fails, or until this call is interrupted.
+        """Wait for the server to fail; never returns, and ends only with an error or an interrupt.
 
         Raises:
             EngineError: it ended.
@@ -113,8 +113,8 @@ def started_server(arguments: Sequence[str], environment: Mapping[str, str], log
     """Start vLLM's server, and end it and all its processes at the end of the block.
 
     Args:
-        arguments: of vLLM's server.
-        environment: of its process.
+        arguments: arguments of vLLM's server.
+        environment: environment variables of its process.
         log: the file for its output.
     """
     command = [sys.executable, "-P", "-m", "rlpack.rollout.vllm.server_main", str(os.getpid()), *arguments]

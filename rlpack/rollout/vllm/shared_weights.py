@@ -104,7 +104,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         if self._direct is not None:
             self._direct.begin()
             return
-        if self._is_open:  # the last update failed; vLLM would count what had come of it to this one
+        if self._is_open:  # the last update failed; vLLM would count what had arrived towards this one
             finalize_layerwise_reload(self.model, self.model_config)
         self._is_open = True
         if self.device.type == "cpu":
@@ -220,7 +220,7 @@ def _choose_kernels_of_experts_without_adapters() -> None:
 
 
 def _end_with_the_rank() -> None:
-    """Have the kernel end this process with the process that started it, which nothing else does if that is killed."""
+    """Have the kernel end this process with its parent; nothing else ends it if the parent is killed."""
     parent = multiprocessing.parent_process()
     if parent is None or not sys.platform.startswith("linux"):
         return

@@ -14,7 +14,7 @@ import torch
 
 from rlpack.rollout.errors import EngineError
 
-# vLLM's names of the parts that sleep. An engine is awake once both are.
+# vLLM's names for the parts that sleep. An engine is awake once both are.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 
 
@@ -58,7 +58,7 @@ class SleepCycle:
         """Wake the weights, which an update overwrites.
 
         Raises:
-            EngineError: as of `wake`.
+            EngineError: as for `wake`.
         """
         if _WEIGHTS in self._asleep:
             self._wake(_WEIGHTS)
@@ -67,7 +67,7 @@ class SleepCycle:
         """Wake the KV cache, after an update has loaded all weights.
 
         Raises:
-            EngineError: as of `wake`.
+            EngineError: as for `wake`.
         """
         self._has_lost_weights = False
         if self._asleep and not self._wake(_CACHE):

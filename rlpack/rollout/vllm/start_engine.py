@@ -20,7 +20,7 @@ from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.process_variables import DEFAULT_VARIABLES, process_variables
 from rlpack.rollout.vllm.vllm_package import installation_problem
 
-# The kernel's time to end a killed process.
+# Time for the kernel to end a killed process.
 _KILL_S = 10.0
 
 
@@ -30,7 +30,7 @@ class StartedEngine(NamedTuple):
     Attributes:
         front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
         log: what vLLM logs.
-        processes: vLLM's own.
+        processes: vLLM's processes.
         meter: gets vLLM's statistics of each iteration.
     """
 
@@ -61,7 +61,7 @@ def start_engine(
     Args:
         arguments: the engine arguments.
         loop: where the front end's coroutines will run.
-        deadline: of the start; vLLM's own, which is longer, covers only its process.
+        deadline: deadline of the start; vLLM's own, which is longer, covers only its process.
         on_gpu: whether it runs on a GPU.
         deterministic: whether rounding must not depend on which rows run together.
 
@@ -111,14 +111,14 @@ def kill(processes: Iterable[BaseProcess]) -> None:
 
 
 def _descendants(process: BaseProcess) -> list[psutil.Process]:
-    """Return all processes that a process, and those that it started, have started."""
+    """Return all descendants of a process."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(process.pid).children(recursive=True)
     return []
 
 
 def _new_processes(before: set[BaseProcess]) -> list[BaseProcess]:
-    """Return the child processes that started since, those that have ended aside."""
+    """Return the running child processes that aren't in `before`."""
     return [process for process in multiprocessing.active_children() if process not in before]
 
 

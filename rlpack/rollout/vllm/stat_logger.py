@@ -12,8 +12,8 @@ def stat_logger(meter: EngineMeter) -> type[Any]:
     """Return a class of vLLM's stat loggers that passes the statistics of each iteration to a meter.
 
     It derives from vLLM's Prometheus logger because vLLM adds one unless it is given one; that one would update some
-    fifty metrics per iteration, which nobody reads here. vLLM calls the statistics unstable, so a version without the
-    ones that are read ends the recording, not the run.
+    fifty metrics per iteration, none of which are read here. vLLM calls the statistics unstable, so a version without
+    the ones that are read ends the recording, not the run.
     """
     from rlpack.rollout.vllm import library
 

@@ -41,7 +41,7 @@ from rlpack.rollout.vllm.start_engine import StartedEngine, kill, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Of requests, after their own deadline: for an event loop that hangs.
+# Extra time for requests after their own deadline, in case the event loop hangs.
 _GRACE_S = 10.0
 
 
@@ -68,7 +68,7 @@ class VLLMEngine:
             model: the same model in transformers, on the meta device, for names and shapes.
             dtype: in which weights arrive.
             max_length: longest prompt and response together, in tokens.
-            deadlines: of responses, and of calls that load weights, or read or change the engine's state.
+            deadlines: deadlines of responses, and of calls that load weights, or read or change the engine's state.
             takes_adapters: whether updates contain only the matrices of adapters instead of all weights.
             sleep_level: what `sleep` frees; see `SleepCycle`.
         """
@@ -174,7 +174,7 @@ class VLLMEngine:
 
         Raises:
             SamplingError: a prompt is empty or too long, or there is not one seed per row.
-            EngineError: vLLM died, missed a deadline, or returned what is no response.
+            EngineError: vLLM died, missed a deadline, or returned an invalid response.
         """
         self.begin(range(prompts.num_rows), prompts, params, seeds)
         responses: dict[int, Any] = {}
@@ -319,7 +319,7 @@ class VLLMEngine:
         self._sender.close()
 
     def _test_when_usable(self, test: Callable[["VLLMEngine"], None]) -> None:
-        """Run a test of the engine once: now, or after the first adapter, with which other kernels run."""
+        """Run a test of the engine once: now, or after the first adapter is loaded, as adapters use other kernels."""
         has_to_wait = self._adapters is not None and self._adapters.in_use is None
         self._test = test if has_to_wait else None
         if not has_to_wait:
@@ -328,7 +328,8 @@ class VLLMEngine:
     def _checkpoint_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as a checkpoint has them: transformers' fused ones split, and tied ones under each name.
 
-        vLLM keeps a packed copy of a tied output layer, which it updates only if the weight comes under its own name.
+        vLLM keeps a packed copy of a tied output layer, which it updates only if it gets the weight under that layer's
+        name.
         """
         named = dict(weights)
         for name, aliases in self._aliases.items():
@@ -337,7 +338,7 @@ class VLLMEngine:
         return revert_weight_conversion(self._model, named)
 
     def _explain(self, error: Exception) -> str:
-        """Return the cause of an error of vLLM; that of its end is the same for all requests."""
+        """Return the cause of an error raised by vLLM; once vLLM has ended, it is the same for all requests."""
         if self.is_alive:
             return self._log.explain(error)
         if self._cause is None:
@@ -367,7 +368,7 @@ class VLLMEngine:
         return final
 
     def _control(self, coroutine: Any, what: str) -> Any:
-        """Run a call that changes or reads the engine's state, and give its errors a name."""
+        """Run a call that changes or reads the engine's state, and describe it in its errors."""
         with self._ending_a_hang():
             try:
                 return self._loop.run(coroutine, self._deadline, what)

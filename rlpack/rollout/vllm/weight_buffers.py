@@ -38,14 +38,14 @@ class BucketNote:
 
     Attributes:
         path: where a process can open the buffer while the rank is alive; "" for buffers on GPUs.
-        index: of the bucket in its update, from 0.
-        names: of the weights.
+        index: index of the bucket in its update, from 0.
+        names: names of the weights.
         dtypes: names of their dtypes, such as `float32`.
         shapes: their shapes.
         offsets: where each weight starts, in bytes.
         num_bytes: size of the bucket, from the start of the buffer.
-        digest: of these bytes, as hexadecimal text: xxh3-128; on GPUs a checksum.
-        handles: of buffers on GPUs, by the GPU's id; see `device_buffers`.
+        digest: digest of these bytes as hexadecimal text: xxh3-128, or a checksum on GPUs.
+        handles: handles of buffers on GPUs, by the GPU's id; see `device_buffers`.
     """
 
     path: str
@@ -92,7 +92,7 @@ class WeightBuffers:
 
         Args:
             weights: whole tensors on the CPU, by name.
-            index: of the bucket in its update.
+            index: index of the bucket in its update.
         """
         places, num_bytes = places_of(weights)
         buffer = self._buffers[index % NUM_BUFFERS]

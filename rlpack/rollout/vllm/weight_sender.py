@@ -6,7 +6,8 @@ memory (`weight_buffers`).
 Invariants (tests/vllm/test_weights.py):
 
 1. at most two buckets are in flight: a buffer is overwritten only after its bucket was loaded;
-2. a failed bucket is named by a later `send`, or by `finish` at the latest; then nothing more is sent until `restart`.
+2. a failed bucket is reported by a later `send`, or by `finish` at the latest; after that, nothing is sent until
+   `restart`.
 """
 
 import logging
@@ -46,7 +47,7 @@ class WeightSender:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
             loop: runs its coroutines.
             explain: returns the cause of an error raised by vLLM.
-            deadline: of each call.
+            deadline: deadline of each call.
         """
         self._front_end, self._loop, self._explain, self._deadline = front_end, loop, explain, deadline
         self.buffers: Buffers = WeightBuffers()
