@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), by the `peft` library.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), with the `peft` library.
 
 A layer W·x becomes W·x + s·B·(A·x) with s = alpha / rank. A and B are trained, W is frozen; B starts at zero, so the
 model starts unchanged. Other roles and exports get the merged weights W + s·B·A under the base model's names.
@@ -80,7 +80,7 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
     Args:
         model: any causal language model with linear layers; on the meta device, adapters still get their values.
         settings: `rank` at least 1.
-        seed: of the matrices A; the same on all ranks.
+        seed: random seed for the matrices A; the same on all ranks.
 
     Raises:
         ModelError: a target matches no linear layer.
@@ -95,7 +95,7 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         target_modules="|".join(name.replace(".", r"\.") for name in layers),
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft prepares patterns for routed experts, whatever the targets are.
+        # peft sets up patterns for routed experts regardless of the targets.
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys")
         torch.manual_seed(seed)
         try:
@@ -120,8 +120,8 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
 def _adapters_on_cpu(model: nn.Module, layers: list[str]) -> Iterator[None]:
     """Give layers on the meta device placeholder weights on the CPU inside the context.
 
-    peft creates adapters on the weight's device; on the meta device their values would be lost. A placeholder is one
-    number, expanded.
+    peft creates adapters on the weight's device; on the meta device their values would be lost. A placeholder is a
+    single number, expanded to the weight's shape.
     """
     weights = {name: model.get_submodule(name).get_parameter("weight") for name in layers}
     weights = {name: weight for name, weight in weights.items() if weight.is_meta}

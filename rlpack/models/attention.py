@@ -4,8 +4,8 @@ A packed row holds S sequences back to back; `Segments` holds their boundaries a
 `packed=`. Without it, rows are right-padded, and causal attention alone hides padding from real tokens.
 No mask of the row's size is built: transformers makes none for a name that its mask interface doesn't know.
 
-A segment's keys may begin before its queries (`SegmentKeys`), and both end at the same position: with context
-parallelism by gathered keys, and for rows that share a prompt.
+A segment's keys may begin before its queries (`SegmentKeys`), but both end at the same position. This is the case for
+context parallelism with gathered keys, and for rows that share a prompt.
 
 Letters: B rows, H heads, L positions of a row or a segment, D head size, T = B·L slots, S segments, Q queries of a
 segment, K keys of a segment.
@@ -31,8 +31,8 @@ from rlpack.models.kernel_device import is_simulated, kernel_device
 
 NAME = "rlpack"
 
-# Options that layers pass to their attention function. Of the first, values are applied; the second don't change the
-# result. Any other may, so it is refused unless it is None or False.
+# Options that layers pass to their attention function. The values of the first are applied; the second have no effect
+# on the result. Any other option might, so it is refused unless it is None or False.
 _APPLIED = frozenset({"scaling", "dropout", "sliding_window", "softcap", "packed", "is_causal"})
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "position_embeddings"})
 
@@ -46,8 +46,8 @@ class Segments:
             varlen kernels leave the output of others uninitialized.
         lengths: the segments' lengths on the host, so that no layer waits for the device.
         max_seqlen: length of the longest segment.
-        split: the group whose ranks exchange tokens for heads; None if this rank's segments are all that it needs.
-        keys: where keys and values of these segments are; None if they are those of the same slots.
+        split: the group whose ranks exchange tokens for heads; None if this rank needs only its own segments.
+        keys: where the keys and values of these segments are; None if they are in the same slots as the queries.
     """
 
     cu_seqlens: Tensor
@@ -77,13 +77,13 @@ class Segments:
 
 @dataclass(frozen=True)
 class SegmentKeys:
-    """The keys that segments of queries see.
+    """The keys that segments of queries attend to.
 
     Attributes:
         segments: the boundaries of the keys: one segment for each segment of queries, which ends at the same position.
         places: int64 [Σ K], the slot of each key in the packed row; with `gathered_by` its place among the tokens of
             all ranks, rank by rank.
-        gathered_by: the group whose ranks gather the keys of their slots; None if each has those of all slots.
+        gathered_by: the group whose ranks gather the keys of their slots; None if each rank has the keys of all slots.
     """
 
     segments: Segments
@@ -175,18 +175,18 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Segments, 
 def _attend_varlen(
     kernel: "_Kernel", query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options
 ) -> Tensor:
-    """Attend as `_attend_packed` by a varlen kernel, with zeros that make the sizes of heads equal and allowed."""
+    """Attend like `_attend_packed` with a varlen kernel, padding all heads with zeros to one supported size."""
     size, own = _varlen_size(query, value), value.shape[-1]
     if rules.scaling is None:
         rules = replace(rules, scaling=query.shape[-1] ** -0.5)
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
-    # F.pad would copy states that are wide enough.
+    # F.pad would also copy states that need no padding.
     flat = [F.pad(each, (0, size - each.shape[-1])) if each.shape[-1] < size else each for each in flat]
     return kernel(flat[0], flat[1], flat[2], packed, rules)[..., :own].contiguous().unsqueeze(0)
 
 
 def _varlen_size(query: Tensor, value: Tensor) -> int:
-    """Return the size of heads that varlen kernels compute with: one for all states, a multiple of 8."""
+    """Return the head size that varlen kernels compute with: a multiple of 8, the same for all states."""
     size = max(query.shape[-1], value.shape[-1])
     return size + -size % 8
 
@@ -223,8 +223,8 @@ def _check_supported(
 def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
     """Attend causally along axis 2, the last query to the last key: [B, H, Q, D] and [B, H_kv, K, D] to [B, H, Q, D].
 
-    If there are more keys than queries, blocks of queries attend to the keys that any of them sees. A mask of all of
-    them would be large, and hide scores that need not be computed.
+    If there are more keys than queries, each block of queries attends to the keys that any of its queries sees. A mask
+    for all queries at once would be large, and would hide scores that need not be computed.
     """
     if query.shape[2] == key.shape[2]:
         return _attend_together(query, key, value, rules)
@@ -234,18 +234,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
 
 
 def _narrow(states: Tensor, part: slice) -> Tensor:
-    """Return part of axis 2; all of it without a slice, whose backward would fill zeros and add to them."""
+    """Return part of axis 2; if that is all of it, skip the slice, whose backward would fill and add zeros."""
     whole = (part.start, part.stop) == (0, states.shape[2])
     return states if whole else states[:, :, part]
 
 
 def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
-    """Attend causally along axis 2 as `_attend`, in one call of a kernel."""
+    """Attend causally along axis 2 like `_attend`, with one kernel call."""
     if rules.softcap is not None:
         return _attend_with_softcap(query, key, value, rules)
     length, num_keys = query.shape[2], key.shape[2]
-    # Kernels need no mask for plain causal attention, which a window no shorter than the row also is. Their own mask
-    # would align the first query with the first key.
+    # Kernels need no mask for plain causal attention, which includes windows at least as long as the row. With fewer
+    # queries than keys, their own causal mask would align the first query with the first key.
     windowed = rules.window is not None and rules.window < num_keys
     band = mask_for_sdpa(query, num_keys, rules.window) if windowed or length < num_keys else None
     if query.shape[1] != key.shape[1] and not _has_grouped_kernel(query, value, band):
@@ -264,7 +264,7 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options)
 
 
 def _has_grouped_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether SDPA has a kernel for fewer key heads than query heads, besides the one that stores all scores.
+    """Return whether SDPA has a kernel for fewer key heads than query heads, other than the one that stores all scores.
 
     On CUDA only FlashAttention does; with repeated keys, memory-efficient attention takes all other inputs.
     """

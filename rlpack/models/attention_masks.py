@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rlpack.models.kernel_device import is_simulated
 
-# Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
+# Queries per block where keys begin before the queries. Larger blocks would compute more scores that the mask hides.
 _QUERY_BLOCK = 128
 # Masks for at most this many keys are views of one cached matrix, of 1 MiB in fp32.
 _BAND_KEYS = 512
@@ -43,9 +43,9 @@ def causal_mask(length: int, window: int | None, device: torch.device, num_keys:
 
     Args:
         length: number of queries.
-        window: keys that a query sees; None for all up to its position.
-        device: of the mask.
-        num_keys: at least `length`; None for as many keys.
+        window: number of keys that a query sees; None for all up to its position.
+        device: device of the mask.
+        num_keys: at least `length`; None for `length`.
     """
     before = 0 if num_keys is None else num_keys - length
     allowed = torch.ones(length, length + before, dtype=torch.bool, device=device).tril(before)
@@ -53,10 +53,10 @@ def causal_mask(length: int, window: int | None, device: torch.device, num_keys:
 
 
 def mask_for_sdpa(query: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Return the mask of `causal_mask` as scaled_dot_product_attention takes it: bool [Q, K], or added scores.
+    """Return `causal_mask` in the form that scaled_dot_product_attention takes: bool [Q, K], or an additive mask.
 
-    On CPUs SDPA would turn a bool mask into added scores in each call. There, those of up to `_BAND_KEYS` keys are
-    views of a matrix that is made once.
+    On CPUs, SDPA would convert a bool mask to an additive one in each call. There, masks for up to `_BAND_KEYS` keys
+    are views of a single cached matrix.
 
     Args:
         query: [B, H, Q, D].

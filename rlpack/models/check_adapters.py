@@ -40,7 +40,8 @@ def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: i
         packed: whether the role packs rows instead of padding them.
 
     Raises:
-        ModelError: an adapter has no effect; names the layers, and targets without them. Or the model can't be run.
+        ModelError: an adapter has no effect (the message names the layers, and targets without them), or the model
+            can't be run.
     """
     was_training = model.training
     rows = random_rows(list(_LENGTHS), vocab_size, seed=0)
@@ -130,12 +131,12 @@ def _adapter_gradients(model: PackedModel) -> Iterator[dict[str, tuple[Tensor, T
 
 
 def _whole(part: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-    """Return the product of a gradient [d_out, d_in] and Aᵀ, [d_out, r], from that of this rank's part of the gradient.
+    """Return the product of a whole gradient [d_out, d_in] and Aᵀ, [d_out, r], given the product of this rank's part.
 
     Args:
-        part: of this rank's rows and columns.
-        weight: the gradient is placed like it.
-        shape: of the product.
+        part: the product of this rank's rows and columns.
+        weight: the weight, whose placements the gradient shares.
+        shape: shape of the whole product.
     """
     if not isinstance(weight, DTensor):
         return part

@@ -1,9 +1,9 @@
 """Check of a model's backward pass: gradients of rows together are the sum of those of each row alone.
 
-Whole gradients would take as much memory as the weights. Each weight's gradient G is reduced as soon as it exists to
-UᵀGV, where U and V are random: linear, so that sums of gradients can be compared, and with an expected square of ‖G‖²
-in each entry. For a sharded weight, each rank reduces its part with the matching rows of U and V, and the results are
-summed over ranks.
+Whole gradients would take as much memory as the weights. Each weight's gradient G is reduced, as soon as it exists, to
+UᵀGV with random U and V. This is linear in G, so that sums of gradients can be compared, and the expected square of
+each entry is ‖G‖². For a sharded weight, each rank reduces its part with the matching rows of U and V, and the results
+are summed over ranks.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.parts import local_part, part_offsets
 
-# Allowed difference of a weight's gradient, relative to its norm, or to this part of the norm of all gradients: some
-# weights, such as the biases of keys, have gradients that are rounding alone.
+# Allowed difference of a weight's gradient, relative to its norm, or to this part of the norm of all gradients: the
+# gradients of some weights, such as the biases of keys, consist of rounding errors only.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 _LEAST_PART = 1e-2
 # Columns of U and V.
@@ -95,7 +95,7 @@ def _gradients_alone(model: PackedModel, rows: list[Tensor], device: torch.devic
 
 
 def _weighted_sum(outputs: Tensor, indices: list[int] | range, rows: list[Tensor]) -> Tensor:
-    """Return the loss: the sum of outputs [T] or [T, d] of some rows, with random weights of each row's own."""
+    """Return the loss: the sum of outputs [T] or [T, d] of some rows, with different random weights for each row."""
     weights = []
     for index in indices:
         generator = torch.Generator().manual_seed(1000 + index)

@@ -19,13 +19,13 @@ def check_masks(
 ) -> None:
     """Raise if a layer's mask under transformers differs from the one that packed attention applies.
 
-    Rows as long as the model's longest window are too long to attend here; their masks are not.
+    Rows as long as the model's longest window are too long to run attention on here, but not to compare masks.
 
     Args:
         model: on `device`, sharded or not.
         vocab_size: tokens are drawn below it.
         device: the model's device.
-        limits: a window longer than the run's longest row has no effect.
+        limits: limits of the run; a window longer than its longest row has no effect.
         batching: the configuration key of the role's batching, for the error.
 
     Raises:
@@ -63,7 +63,7 @@ def _masks_of_row(model: PackedModel, length: int, vocab_size: int, device: torc
 
 
 def _check_whole(masks: list[LayerMask], length: int, way_out: str) -> None:
-    """Compare all entries of masks of a row."""
+    """Compare all entries of a row's masks."""
     for mask in masks:
         if mask.allowed is None:
             continue
@@ -78,7 +78,7 @@ def _check_whole(masks: list[LayerMask], length: int, way_out: str) -> None:
 
 
 def _check_far(masks: list[LayerMask], positions: Tensor, way_out: str) -> None:
-    """Compare the entries at `positions`, int64 [P], by the functions that the masks are made by."""
+    """Compare the entries at `positions`, int64 [P], by calling the functions that define the masks."""
     behind = positions[:, None] - positions
     for mask in masks:
         if mask.rule is None:

@@ -1,4 +1,4 @@
-"""What the checks of a model compare: outputs of rows together, outputs of rows alone, and their differences.
+"""The quantities that model checks compare: outputs of rows together, outputs of rows alone, and their differences.
 
 Letters: T tokens, R rows, L tokens of a row, d hidden size.
 """
@@ -17,7 +17,7 @@ from rlpack.models.parallel import reshard
 # Allowed rounding differences from the outputs of other kernels, or of the same on parts of rows, relative to the
 # largest output; a leak, a lost mask or a wrong position is orders of magnitude larger.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# Most logits of rows that are scored alone, as tokens, and most entries of their attention.
+# Limits on a batch of rows that are scored alone: tokens, which have logits, and entries of their attention.
 _MAX_TOKENS, _MAX_ATTENTION = 512, 2**20
 
 
@@ -43,18 +43,18 @@ def score_alone(model: PackedModel, rows: list[Tensor], device: torch.device | s
 
 
 def _free_output_layer(model: PackedModel) -> None:
-    """Free the output layer's gathered weights, which the next forward pass would hold besides its embedding."""
+    """Free the output layer's gathered weights, which would otherwise stay allocated during the next forward pass."""
     if model.reshard_after_forward:
         reshard(model)
 
 
 def _same(model: PackedModel, outputs: Tensor) -> Tensor:
-    """Return outputs that are the same on every rank, bit for bit, as ranks that compare them need."""
+    """Return outputs that are bit-identical on every rank, so that all ranks reach the same decision."""
     return outputs if model.expert_split is None else model.expert_split.same(outputs)
 
 
 def equal_groups(rows: list[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of rows of equal length, as many at a time as take little memory."""
+    """Yield the indices of rows of equal length, in groups small enough to take little memory."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         by_length[row.shape[0]].append(index)
@@ -69,7 +69,7 @@ def lay_out(rows: list[Tensor], *, packed: bool) -> ModelInputs:
 
 
 def layout_name(packed: bool) -> str:
-    """Return the layout as errors call it."""
+    """Return the name of the layout for errors."""
     return "packed" if packed else "padded"
 
 

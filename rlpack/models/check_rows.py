@@ -18,15 +18,15 @@ _MAX_LENGTH = 512
 # Uneven, and none a multiple of another.
 _LENGTHS = (23, 37, 11)
 
-# A full microbatch has this many short rows, of these lengths in turn, and rows up to this length.
+# A full microbatch has this many short rows, cycling through these lengths, and rows up to this length.
 _SHORT_ROWS, _SHORT_LENGTHS, _MAX_FULL_LENGTH = 300, (2, 1, 3, 2, 4), 1024
 # Recurrent layers without their kernels take a Python step for each token.
 _MAX_RECURRENT_LENGTH = 64
 # Slots of a full microbatch where the run's are not known, and the fewest that are checked.
 _DEFAULT_SLOTS, _LEAST_SLOTS = 1024, 96
-# Rows whose gradients are compared: of a large model these, else those of `draw_rows` and so many short ones.
+# Rows whose gradients are compared: these for a large model, else those of `draw_rows` and this many short ones.
 _FEW_LENGTHS, _SHORT_GRADIENT_ROWS = (3, 7, 3, 3, 7, 3), 40
-# Weights times slots of a full microbatch: four forward passes of it are to take about a second.
+# Limit on weights × slots of a full microbatch, so that its four forward passes take about a second.
 _WORK = {"cpu": 6e9, "cuda": 1e13}
 
 
@@ -48,7 +48,7 @@ class RowLimits:
 
     @classmethod
     def of_role(cls, config: Config, role: str) -> "RowLimits":
-        """Return the limits of a role's microbatches, those of its passes without gradients included."""
+        """Return the limits of a role's microbatches, including those of its passes without gradients."""
         batching, forward = role_batching(config, role), forward_batching(config, role)
         longest, keys = longest_known_row(config), "data.max_prompt_tokens + rollout.max_new_tokens"
         slots = None if batching.budget == UNLIMITED else batching.budget
@@ -65,9 +65,9 @@ def draw_rows(model: PreTrainedModel, vocab_size: int, *, seed: int, longest: in
     """Return three rows of random tokens, int64 [L], two past the model's length thresholds if affordable.
 
     Args:
-        model: whose thresholds and positions count.
+        model: the model whose length thresholds and positions are used.
         vocab_size: tokens are drawn below it.
-        seed: of the tokens.
+        seed: random seed for the tokens.
         longest: tokens of the longest row of the run; None if not known.
     """
     return random_rows(three_lengths(model, longest), vocab_size, seed=seed)
@@ -96,8 +96,8 @@ def full_microbatches(model: PreTrainedModel, limits: RowLimits, *, packed: bool
     get fewer slots than the run has.
 
     Args:
-        model: its size, positions and windows count.
-        limits: what the run's microbatches hold.
+        model: the model, whose size, positions and windows are used.
+        limits: limits on the run's microbatches.
         packed: whether the rows are packed.
     """
     slots = min(limits.slots or _DEFAULT_SLOTS, affordable_slots(model) // (1 if packed else 2))
@@ -119,7 +119,7 @@ def full_microbatches(model: PreTrainedModel, limits: RowLimits, *, packed: bool
 def gradient_rows(model: PreTrainedModel, limits: RowLimits) -> list[int]:
     """Return the lengths of the rows whose gradients are compared.
 
-    Each length costs a backward pass, which takes time even for few tokens: of a large model there are two lengths.
+    Each length costs a backward pass, which takes time even for few tokens. A large model therefore gets only two.
     """
     lengths = three_lengths(model, limits.longest)
     short = [length for length, _ in zip(cycle(_SHORT_LENGTHS), range(_SHORT_GRADIENT_ROWS), strict=False)]
@@ -155,5 +155,5 @@ def _lengths_in_turn(lengths: tuple[int, ...], num_rows: int, limits: RowLimits,
 
 
 def _uneven(longest: int) -> tuple[int, ...]:
-    """Return few lengths around `longest`: rows of equal length are scored together as the reference."""
+    """Return a few lengths up to `longest`; only a few, because rows of equal length share a reference pass."""
     return longest, longest * 2 // 3, longest // 2

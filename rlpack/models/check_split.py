@@ -1,6 +1,6 @@
-"""Check that a model whose rows, weights, experts or layers ranks share has the outputs that it has undivided.
+"""Check that dividing a model's rows, weights, experts or layers among ranks leaves its outputs unchanged.
 
-Undivided is the whole model on each rank, or the model sharded over all ranks by FSDP alone, which divides no
+The reference is the undivided model: whole on each rank, or sharded over all ranks by FSDP alone, which divides no
 computation (`score_undivided`).
 """
 
@@ -23,12 +23,12 @@ from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.models.stored_model import StoredModel
 
-# Families whose outputs and gradients are equal on every layout, as model_type: those of tests/distributed/layouts.
+# Model types whose outputs and gradients are tested to be equal on every layout, in tests/distributed/layouts.
 TESTED_FAMILIES = frozenset(
     {"deepseek_v3", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen3", "qwen3_moe"},
 )
 _SEED = 20240609
-# A tie between two experts may fall either way; it doesn't in every draw.
+# Rounding may decide a tie between two experts differently, but ties don't occur in every draw.
 _ROUTED_DRAWS = 3
 # Outputs of each row of each draw.
 Scores = list[list[Tensor]]
@@ -52,18 +52,18 @@ def score_undivided(
     packed: bool,
     offload: Offload,
 ) -> Scores:
-    """Return what `score_whole_rows` returns of a copy of a model that FSDP alone shards, in fp32; a collective.
+    """Return `score_whole_rows` of a copy of the model, in fp32 and sharded by FSDP alone; a collective.
 
     The copy is freed before this returns, so a rank never holds more than its part of one model.
 
     Args:
         model: on the meta device, not sharded or divided yet.
-        in_parts: what gives its weights.
+        in_parts: the source of its weights.
         mesh: all ranks, one dimension.
         device: the model's device.
         vocab_size: tokens are drawn below it.
         packed: whether the role packs rows into one, or pads them.
-        offload: as of `shard_model`.
+        offload: as for `shard_model`.
     """
     undivided, language_model = copy.deepcopy((model, in_parts.model))
     shard_model(undivided, mesh, offload=offload)
@@ -87,19 +87,19 @@ def check_split(
     role: str,
     packed: bool = True,
 ) -> None:
-    """Raise unless a model has the outputs that it had before ranks shared it; a collective.
+    """Raise unless a divided model has the same outputs as the undivided one; a collective.
 
     Args:
         model: with `split` set if ranks share its rows, `weight_split`, `expert_split` or `stage` if they share its
             weights, experts or layers.
-        whole: what `score_whole_rows` or `score_undivided` returned.
+        whole: the result of `score_whole_rows` or `score_undivided`.
         device: the model's device.
-        vocab_size: as of `score_whole_rows`.
+        vocab_size: as for `score_whole_rows`.
         role: the model's role, for the error.
-        packed: as of `score_whole_rows`.
+        packed: as for `score_whole_rows`.
 
     Raises:
-        ModelError: outputs differ, because a layer other than attention reads several tokens, for example.
+        ModelError: outputs differ, for example because a layer other than attention reads several tokens.
     """
     splits = {
         "cp": model.split and model.split.group,

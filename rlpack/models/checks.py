@@ -1,8 +1,8 @@
 """Checks of a role's model at the start of every rank: its rows are independent, causal, and scored as by transformers.
 
-A model that breaks one of these trains without an error and learns the wrong thing. `check_model` runs in the precision
-of the weights: before the model is sharded, or after if no rank holds it whole. It compares rows, laid out as the
-role's batching lays them out, with each row alone under transformers' eager attention. `check_isolation` runs after
+A model that violates one of these would train without an error, but learn the wrong thing. `check_model` runs in the
+precision of the weights: before the model is sharded, or after if no rank holds it whole. It compares rows, laid out as
+the role's batching lays them out, with each row alone under transformers' eager attention. `check_isolation` runs after
 sharding, with the kernels and in the precision of training, and compares the model with itself.
 """
 
@@ -32,7 +32,7 @@ from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import PackedModel
 
-# Of the first draw of tokens.
+# Seed of the first draw of tokens.
 _SEED = 20240607
 # The row that is replaced to see whether others change.
 _PERTURBED = 1
@@ -40,9 +40,9 @@ _PERTURBED = 1
 # Allowed rounding differences of `check_isolation`, relative to the largest output.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _HALF = {torch.bfloat16, torch.float16}
-# Where experts are routed, the other rows change how many rows a matrix product has, and so its rounding.
+# With routed experts, other rows change the number of rows in a matrix product, and thus its rounding.
 _ROUTED_TOLERANCE = 1e-4
-# A tie between two experts may fall either way; it doesn't in every draw.
+# Rounding may decide a tie between two experts differently, but ties don't occur in every draw.
 _ROUTED_DRAWS, _MANY_ROUTED_DRAWS = 3, 6
 
 
@@ -57,7 +57,7 @@ def check_model(
     limits: RowLimits | None = None,
     trained: bool = True,
 ) -> None:
-    """Raise unless the model gives the outputs of transformers' own forward pass, whatever other rows are in the batch.
+    """Raise unless a row's outputs match transformers' own forward pass, regardless of the other rows in the batch.
 
     Call it after `checkpoint_activations`. Tokens come from fixed seeds, so every run and every rank checks the same. A
     collective if the model is sharded.
@@ -77,7 +77,7 @@ def check_model(
         vocab_size: tokens are drawn below it.
         role: the model's role, for the error.
         packed: whether the role packs rows into one, or pads them.
-        limits: what the role's microbatches hold; None if not known.
+        limits: limits on the role's microbatches; None if not known.
         trained: whether the role has a backward pass.
 
     Raises:
@@ -151,7 +151,7 @@ def check_isolation(
 def check_scores(
     classifier: PreTrainedModel, model: ScalarHeadModel, vocab_size: int, *, packed: bool, longest: int | None = None
 ) -> None:
-    """Raise unless a reward model gives the score of the classifier that it was made from.
+    """Raise unless a reward model reproduces the scores of the classifier that it was built from.
 
     Args:
         classifier: the sequence classifier.
@@ -210,7 +210,7 @@ def _check_rows(
 
 
 def _any_draw(check: Callable[[int], None], draws: int) -> None:
-    """Raise the error of the last draw unless `check`, called with a seed, passes in one."""
+    """Call `check` with the seed of each draw until it passes; raise the error of the last draw if it never does."""
     for draw in range(draws):
         try:
             check(_SEED + draw)
@@ -229,10 +229,10 @@ def _check_full(
     packed: bool,
     routed: bool,
 ) -> None:
-    """Check a full microbatch: equality with each row alone, and independence of every other row from those between.
+    """Check a full microbatch: each row equals the row alone, and even and odd rows are independent.
 
-    Among many tokens some are always tied between two experts: with routed experts an error counts only if the same row
-    has one in every draw.
+    Among many tokens, some are always tied between two experts. With routed experts, an error therefore counts only if
+    the same row has one in every draw.
     """
     errors: dict[int, Exception] | None = None
     for draw in range(_MANY_ROUTED_DRAWS if routed else 1):
@@ -364,7 +364,7 @@ def _evaluating(model: PackedModel) -> Iterator[None]:
 
 @contextmanager
 def _named(model: PackedModel, role: str, packed: bool) -> Iterator[None]:
-    """Add the model's name and the way out to errors; failures inside the model become model errors."""
+    """Add the model's name and a workaround to errors; turn failures inside the model into a `ModelError`."""
     name = type(model.model).__name__
     batching = _batching_key(role)
     skip = f"{role}.isolation_check=false skips this check"

@@ -1,4 +1,4 @@
-"""`CompiledGraphs`: how many graphs torch.compile has made of a model's layers, and whether that comes to an end."""
+"""`CompiledGraphs`: count the graphs that torch.compile makes of a model's layers, and detect endless recompilation."""
 
 import logging
 
@@ -6,14 +6,14 @@ _log = logging.getLogger(__name__)
 
 
 class CompiledGraphs:
-    """Counts what the process has compiled, and warns once if it doesn't come to an end."""
+    """Counts the graphs that the process compiles, and warns once if there are too many."""
 
     def __init__(self, role: str, most: int) -> None:
-        """Start to count.
+        """Start counting.
 
         Args:
             role: the model's role, for the warning.
-            most: graphs that its layers may need.
+            most: maximum number of graphs that its layers need.
         """
         self._role, self._most, self._before, self._has_warned = role, most, _graphs(), False
 

@@ -1,10 +1,10 @@
 """Compile the decoder layers of a model with `torch.compile`.
 
 Each layer's own forward pass is compiled, inside activation checkpointing and FSDP2's hooks, which stay as they are.
-Attention is opaque to the compiler: it runs between two compiled parts of the layer, by the same kernel as without, and
-reads the lengths of the sequences from the host, so that no compiled code depends on them. Lengths of packed rows are
-symbolic. A layer is therefore compiled once for rows with gradients and once without, and both again for a single slot,
-which dummy microbatches have; then no row is compiled for again. Layers of one class share their code.
+Attention is opaque to the compiler. It runs between two compiled parts of the layer, with the same kernel as without
+compilation, and reads sequence lengths from the host, so that no compiled code depends on them. Lengths of packed rows
+are symbolic. A layer is therefore compiled once with gradients and once without, and both again for the single slot of
+dummy microbatches. After that, no row triggers another compilation. Layers of one class share their code.
 
 Outputs and gradients equal those without compilation up to rounding.
 """
@@ -35,10 +35,10 @@ def compile_layers(model: PackedModel, role: str = "actor", *, backend: str = "i
     Args:
         model: one whose rows are packed.
         role: the model's role, for errors.
-        backend: of `torch.compile`.
+        backend: backend of `torch.compile`.
 
     Raises:
-        ModelError: the model has experts, whose numbers of tokens depend on values.
+        ModelError: the model has experts, whose token counts depend on the data.
     """
     if has_experts(model.model):
         raise ModelError(
@@ -53,7 +53,7 @@ def compile_layers(model: PackedModel, role: str = "actor", *, backend: str = "i
             compiled[kind] = _with_compiled_forward(kind, backend)
         layer.__class__ = compiled[kind]
         for module in layer.modules():
-            if type(module) is FasterLinear:  # on CPUs; its rounding of rows can't be compiled
+            if type(module) is FasterLinear:  # on CPUs; it rounds up the number of rows, which can't be compiled
                 module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # has the same attributes
     return CompiledGraphs(role, _MOST_GRAPHS * len(compiled))
 

@@ -41,7 +41,7 @@ class RowSplit:
         group: the process group.
         rank: this rank in it.
         num_ranks: its size.
-        multiple: of the number of slots of a part, which tensor parallelism divides further.
+        multiple: divisor of the number of slots of a part, which tensor parallelism divides further.
         method: how attention gets the tokens of other ranks.
     """
 
@@ -86,7 +86,7 @@ class RowSplit:
         """Return keys or values of all ranks' tokens: [1, H, t, D] of this rank's tokens to [1, H, K, D].
 
         Args:
-            states: of this rank's tokens.
+            states: keys or values of this rank's tokens.
             places: int64 [K], the place of each among the tokens of all ranks, rank by rank.
         """
         assert self.group is not None
@@ -94,7 +94,7 @@ class RowSplit:
         return gathered.transpose(0, 1)[None]
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks, of which at most one holds a nonzero value at each place.
+        """Return the sum over ranks; at each place, at most one rank holds a nonzero value.
 
         All ranks continue with the same values and the same loss, so each already has the whole gradient, and the
         backward pass needs no communication.
@@ -172,7 +172,7 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return part i of each rank i of a group, of which every rank sends part j to rank j; not differentiable."""
+    """Send part j to each rank j of a group, and return the parts received, in rank order; not differentiable."""
     return _exchange_operator(parts.contiguous(), group_name(group))
 
 
@@ -183,12 +183,12 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """Return the group of a name that `group_name` returned."""
+    """Return the group with a name that `group_name` returned."""
     return _groups[name]
 
 
-# An operator that returns a new tensor, so that selective activation checkpointing can keep it. That of torch fills a
-# tensor in place and returns a handle: keeping the handle would skip the exchange and leave the tensor empty.
+# An operator that returns a new tensor, so that selective activation checkpointing can keep it. torch's own operator
+# fills a tensor in place and returns a handle; keeping the handle would skip the exchange and leave the tensor empty.
 @torch.library.custom_op("rlpack::all_to_all", mutates_args=())
 def _exchange_operator(parts: Tensor, name: str) -> Tensor:
     received = torch.empty_like(parts)

@@ -3,7 +3,7 @@
 PyTorch computes such products with MKL, which doesn't use AVX-512 on AMD CPUs. oneDNN, which is part of the same build
 of PyTorch, does: it is about 2.2 times as fast in the forward pass, and 1.6 to 2.2 times in the backward pass (EPYC
 with AVX-512, PyTorch 2.13). It compiles a kernel for every number of rows, so rows of zeros round that number up, and
-few rows stay with MKL. From 64 rows on, the result of a row doesn't depend on their number.
+products of few rows stay with MKL. From 64 rows on, the result of a row doesn't depend on their number.
 
 Letters: M rows, K inputs, N outputs.
 """
@@ -38,9 +38,9 @@ def is_faster() -> bool:
 
 
 def rounded_rows(count: int) -> int:
-    """Return the number of rows that products of `count` rows are computed with: at least as many.
+    """Return the number of rows, at least `count`, with which products of `count` rows are computed.
 
-    A model that is given this many tokens needs no zeros added in each layer.
+    If a model is given this many tokens, its layers need not add zeros.
     """
     if count < _LEAST_ROWS or not is_faster():
         return count
@@ -146,7 +146,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Add rows of zeros up to one of few numbers of rows, because oneDNN compiles a kernel for each of them."""
+    """Pad with rows of zeros to one of a few row counts, because oneDNN compiles a kernel for each count."""
     missing = rounded_rows(len(rows)) - len(rows)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -168,10 +168,10 @@ def _can_be_called() -> bool:
 
 
 def _bound_caches() -> None:
-    """Have oneDNN and its wrapper in PyTorch remember 640 shapes instead of 1024; they read this at their first call.
+    """Have oneDNN and its wrapper in PyTorch cache 640 shapes instead of 1024; they read this on their first call.
 
-    A remembered shape takes up to 1 MB. A model of four shapes of weights needs up to 52 numbers of
-    rows below 8,192, thrice each.
+    A cached shape takes up to 1 MB. A model with four shapes of weights needs up to 624: for each of them, 52 numbers
+    of rows up to 8,192, in three products each (one forward and two backward).
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "640")

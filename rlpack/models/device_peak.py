@@ -41,12 +41,12 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("RTX 3090", 71.2, 35.6),
     ("MI300X", 1307.4, 163.4),
 )
-# Parts of a GPU, and models that are slower than the ones that they are named after.
+# Names of parts of a GPU, and of models that are slower than the ones they are named after.
 _SMALLER = re.compile(r"\b(MIG|Laptop|Max-Q|D)\b")
 # Time limit of a measurement, after one product to warm up.
 _MEASURE_S = 0.2
 _MEASURED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Side of the square matrices, which is that of the layers of small models.
+# Size of the square matrices, similar to the layers of small models.
 _SIDE = 1024
 
 Dtype = Literal["fp32", "bf16"]
@@ -72,7 +72,7 @@ def device_peak(device: str, dtype: Dtype) -> float:
 
     Args:
         device: `cpu` or `cuda`.
-        dtype: of the matrices.
+        dtype: dtype of the matrices.
     """
     listed = listed_peak(torch.cuda.get_device_name(), dtype) if device == "cuda" else None
     return measured_rate(device, dtype) if listed is None else listed

@@ -20,13 +20,13 @@ _SAME_TOKENIZER = {
 
 
 def unknown_type_error(kind: object, known: Iterable[str]) -> ModelError:
-    """Return the error of a new model's type that transformers doesn't have."""
+    """Return the error for a new model of a type that transformers doesn't have."""
     near = ", ".join(difflib.get_close_matches(str(kind), list(known), n=3)) or "qwen3, llama, mistral"
     return ModelError(f"model.config.model_type is {kind!r}, which transformers does not know; try {near}")
 
 
 def unknown_setting_error(kind: str, key: str, known: Iterable[str]) -> ModelError:
-    """Return the error of a new model's setting that its type doesn't have."""
+    """Return the error for a setting of a new model that its type doesn't have."""
     settings = sorted(known)
     near = difflib.get_close_matches(key, settings, n=3)
     way_out = f"~model.config.{key} removes what a preset sets"
@@ -37,12 +37,12 @@ def unknown_setting_error(kind: str, key: str, known: Iterable[str]) -> ModelErr
 
 
 def not_causal_error(kind: str) -> ModelError:
-    """Return the error of a model type that has no causal language model."""
+    """Return the error for a model type that has no causal language model."""
     return ModelError(f"the model is a {kind}, which is not a causal language model; choose another")
 
 
 def remote_code_error(key: str, name: str) -> ModelError:
-    """Return the error of a model that needs code of its repository."""
+    """Return the error for a model that needs code from its repository."""
     return ModelError(
         f"{key} is {name!r}, whose repository has custom code (auto_map in its config), which isn't run unless "
         "model.trust_remote_code=true with model.revision set to a commit that you have read; set both, or choose a "
@@ -51,12 +51,12 @@ def remote_code_error(key: str, name: str) -> ModelError:
 
 
 def other_tokenizer_error(key: str, path: str, num_tokens: int, of_policy: str) -> ModelError:
-    """Return the error of a model that has another tokenizer than the policy.
+    """Return the error for a model whose tokenizer differs from the policy's.
 
     Args:
         key: `critic.path` or `reward_model.path`.
-        path: of the model.
-        num_tokens: of its tokenizer.
+        path: path of the model.
+        num_tokens: number of tokens of its tokenizer.
         of_policy: the policy's tokenizer, or its number of tokens.
     """
     return ModelError(
@@ -66,7 +66,7 @@ def other_tokenizer_error(key: str, path: str, num_tokens: int, of_policy: str) 
 
 
 def nothing_trained_error(key: str, patterns: Iterable[str]) -> ModelError:
-    """Return the error of patterns in an optimizer section that freeze every weight."""
+    """Return the error for patterns in an optimizer section that freeze every weight."""
     return ModelError(
         f"{key}.freeze={list(patterns)} freezes all weights, so nothing would be trained; remove some patterns"
     )

@@ -43,9 +43,9 @@ class ExpertSplit:
         mesh: these ranks, with the dimension `ep`, and `tp` if tensor parallelism divides the experts further.
         group: the ranks that exchange tokens.
         num_ranks: their number.
-        num_parts: into how many parts the experts are divided.
-        part: the part of this rank.
-        is_balanced: whether to assume that all experts get equally many tokens, which counts memory without values.
+        num_parts: number of parts that the experts are divided into.
+        part: index of this rank's part.
+        is_balanced: whether to assume that all experts get equally many tokens, to count memory without values.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -68,8 +68,8 @@ class ExpertSplit:
         """Return the pairs that this rank sends, sorted by expert, and their counts.
 
         Args:
-            experts: of each pair, int64 [T · k].
-            num_experts: of a part.
+            experts: expert of each pair, int64 [T · k].
+            num_experts: number of experts of a part.
 
         Returns:
             Indices of the pairs, int64 [P], and counts by rank and expert, int64 [ranks, experts of a part].
@@ -88,8 +88,8 @@ class ExpertSplit:
         """Return what this rank sends and receives; the ranks exchange counts.
 
         Args:
-            experts: of each pair, int64 [T · k].
-            num_experts: of a part.
+            experts: expert of each pair, int64 [T · k].
+            num_experts: number of experts of a part.
 
         Returns:
             Indices of the pairs that it sends, int64 [P]; numbers of rows for each rank, and from each rank; and the
@@ -108,8 +108,8 @@ class ExpertSplit:
     def same(self, outputs: Tensor) -> Tensor:
         """Return the first rank's copy of outputs that differ between ranks by rounding; a collective of all ranks.
 
-        Experts compute the tokens of several ranks in one product, where a token's place may change its rounding.
-        Ranks that compare such outputs, and then decide whether to continue, have to decide alike.
+        Experts compute the tokens of several ranks in one product, where a token's place may change its rounding. Ranks
+        that compare such outputs to decide whether to continue have to reach the same decision.
         """
         outputs = outputs.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(outputs, src=0)
@@ -128,7 +128,7 @@ def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def uneven_experts(root: nn.Module, num_shards: int) -> tuple[str, int] | None:
-    """Return the name of an expert weight that FSDP can't shard evenly over `num_shards` ranks, and its axis' size."""
+    """Return the name and axis size of an expert weight that FSDP can't shard evenly over `num_shards` ranks."""
     weights = ((f"{name}.{key}", weight) for name, module in expert_modules(root) for key, weight in _own(module))
     return next(((name, weight.shape[1]) for name, weight in weights if weight.shape[1] % num_shards), None)
 
@@ -140,7 +140,7 @@ def split_experts(root: nn.Module, split: ExpertSplit) -> None:
 
     Args:
         root: a policy, critic or reward model; weights are whole, on any device.
-        split: the ranks that divide the experts, into whose number of parts the experts can be divided.
+        split: the ranks that divide the experts; its `num_parts` divides the number of experts.
     """
     for _, module in list(expert_modules(root)):
         experts = cast(Any, module)
@@ -151,7 +151,7 @@ def split_experts(root: nn.Module, split: ExpertSplit) -> None:
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the weights of a module itself."""
+    """Return a module's own weights, without those of its children."""
     return list(module.named_parameters(recurse=False))
 
 
@@ -173,11 +173,11 @@ def _exchanged(
 
     Args:
         module: its `num_experts` is the number of this rank's experts.
-        forward: of the module.
+        forward: the module's forward pass.
         split: the ranks that divide the experts.
         states: [T, d].
         index: experts of each token, int64 [T, k].
-        weights: of these experts, [T, k].
+        weights: weights of these experts, [T, k].
     """
     (num_tokens, width), top_k = states.shape, index.shape[1]
     num_experts = cast(int, module.num_experts)
@@ -186,7 +186,7 @@ def _exchanged(
     outputs = _apply(module, forward, rows, own)
     outputs = _exchange_rows(outputs, received, sent, split.group)
     weighted = outputs * weights.flatten()[pairs][:, None]
-    # Every pair has its own row, so the sum over the experts of a token has always the same order.
+    # Every pair has its own row, so the sum over the experts of a token always has the same order.
     by_pair = weighted.new_zeros(num_tokens * top_k, width).index_copy(0, pairs, weighted)
     return by_pair.view(num_tokens, top_k, width).sum(1).to(states.dtype)
 
@@ -195,8 +195,8 @@ def _apply(module: nn.Module, forward: _Forward, rows: Tensor, own: Tensor) -> T
     """Return the output of one of this rank's experts for each row.
 
     Args:
-        module: of the experts.
-        forward: of the module.
+        module: the experts' module.
+        forward: the module's forward pass.
         rows: [R, d].
         own: the expert of each row, among this rank's, int64 [R].
     """
@@ -206,7 +206,7 @@ def _apply(module: nn.Module, forward: _Forward, rows: Tensor, own: Tensor) -> T
         # The result depends on rows and weights all the same, so that this rank takes part in the backward pass and
         # has gradients to reduce.
         return rows + 0.0 * sum(part.sum() for part in parts.values())
-    module._parameters.update(cast(Any, parts))  # unlike parameters, the parts may have a history
+    module._parameters.update(cast(Any, parts))  # unlike parameters, the parts may have an autograd history
     try:
         return forward(rows, own[:, None], rows.new_ones(len(rows), 1))
     finally:

@@ -1,6 +1,6 @@
 """One rank of many, in a single process: a process group whose collectives do nothing.
 
-With tensors that have no values, code for many ranks then allocates on this rank what it allocates in a run.
+With tensors that have no values, code for many ranks then makes the same allocations on this rank as in a run.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rlpack.background_call import BackgroundCall
 
 T = TypeVar("T")
 
-# There is nobody to wait for.
+# There are no other ranks to wait for.
 _TIMEOUT = timedelta(seconds=10)
 _DEADLINE_S = 3600.0
 
@@ -22,7 +22,7 @@ _DEADLINE_S = 3600.0
 def call_on_fake_rank(rank: int, num_ranks: int, function: Callable[[], T]) -> T:
     """Return what a function returns on one rank of a process group; nothing is sent, and no other process exists.
 
-    It runs in a separate thread, because DTensor remembers process groups by thread, beyond their end.
+    It runs in a separate thread, because DTensor caches process groups per thread, even after they are destroyed.
 
     Args:
         rank: this rank, from 0.

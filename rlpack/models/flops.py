@@ -1,6 +1,7 @@
 """FLOPs of sequences, from the model's shape: costs for planning, and the work of a phase for rates and MFU.
 
-A backward pass takes twice the FLOPs of either kind; plans need only the proportion, which stays the same.
+A backward pass takes twice the linear and twice the quadratic FLOPs of a forward pass. Plans depend only on their
+ratio, which stays the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,8 +45,9 @@ class ModelFlops:
     def update(self, lengths: np.ndarray, scored: int) -> float:
         """Return the FLOPs of a forward and a backward pass.
 
-        Backward, a product takes its FLOPs once for its input, and once for its weight if that is trained; both factors
-        of attention's products need a gradient. Arguments are those of `forward`.
+        In the backward pass, a product takes its FLOPs once for the gradient of its input, and once more for that of
+        its weight if the weight is trained. Both factors of attention's products need a gradient. Arguments are those
+        of `forward`.
         """
         attention = self.body.quadratic * float(np.square(lengths, dtype=np.float64).sum())
         return 3.0 * attention + (2.0 + self.trained) * (self.forward(lengths, scored) - attention)
@@ -93,7 +95,7 @@ def _head_size(shape: Mapping[str, Any], heads: int) -> float:
 
 
 def _trained_share(model: PreTrainedModel) -> float:
-    """Return the share of the matrix weights that multiply tokens which is trained; lookups are no products."""
+    """Return the trained share of the matrix weights that multiply tokens; lookups aren't products."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     lookups = set() if embedding is None else {id(weight) for weight in embedding.parameters()}
     lookups -= set() if head is None else {id(weight) for weight in head.parameters()}

@@ -103,12 +103,12 @@ def _gather_one(weight: Tensor) -> Tensor:
 
 
 def is_large(weight: Tensor) -> bool:
-    """Return whether a weight is gathered in pieces: a question of its whole size, so all ranks decide alike."""
+    """Return whether a weight is gathered in pieces; only its whole size matters, so all ranks agree."""
     return weight.nbytes > _PIECE_BYTES
 
 
 def weight_cuts(weight: Tensor) -> Cuts:
-    """Return how a weight is cut; () for one that isn't cut, and one whose parts are no blocks, such as summands."""
+    """Return how a weight is cut; () if it isn't, or if its parts aren't blocks, such as summands."""
     if not isinstance(weight, DTensor) or not _in_blocks(weight):
         return ()
     placements = enumerate(weight.placements)
@@ -124,7 +124,7 @@ def places_of(shape: Sequence[int], itemsize: int, cuts: Cuts) -> Iterator[Place
 def gather_pieces(weight: Tensor) -> Iterator[tuple[Place, Tensor]]:
     """Yield the pieces of a weight and their places; a collective at each step if it is sharded.
 
-    All ranks have to take all pieces. Copy each before the next, which may overwrite it. A weight whose parts are no
+    All ranks have to take all pieces. Copy each before the next, which may overwrite it. A weight whose parts aren't
     blocks is gathered whole first.
     """
     weight = weight.detach() if _in_blocks(weight) else whole_tensor(weight)

@@ -1,4 +1,4 @@
-"""Whether the Hub has a model; imports no PyTorch."""
+"""Check whether the Hub has a model, without importing PyTorch."""
 
 from rlpack.data.hub import NotOnHubError, Repository, hub_problem
 from rlpack.models.errors import ModelError
@@ -9,7 +9,7 @@ def hub_model_problem(key: str, name: str, revision: str | None) -> str:
 
     Args:
         key: configuration key of the name, for the error.
-        name: of the model.
+        name: name of the model.
         revision: a branch, tag or commit; None for the newest.
 
     Raises:

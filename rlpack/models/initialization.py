@@ -8,7 +8,7 @@ that overwrites all of it and the last one that uses it: in most families, one w
 Invariants (tests/unit/models/test_new_model.py):
 
 1. values are those of the same build on real tensors, after the same seed;
-2. random numbers that are overwritten later are drawn, because those after them depend on it, but not kept;
+2. random numbers that are overwritten later are still drawn, because later ones depend on that, but not kept;
 3. code that reads values while it builds, or uses another random generator, fails while it is recorded.
 """
 
@@ -37,10 +37,10 @@ class Place:
 
     Attributes:
         storage: number of the storage.
-        dtype: of the elements.
-        shape: of the tensor.
-        stride: in elements.
-        offset: of the first element, in elements.
+        dtype: dtype of the elements.
+        shape: shape of the tensor.
+        stride: strides in elements.
+        offset: offset of the first element, in elements.
         is_whole: whether the tensor covers the storage.
     """
 
@@ -60,7 +60,7 @@ class _Operation:
         call: the operation.
         arguments: positional and keyword arguments.
         made: places of the outputs in new storages, by number among all outputs.
-        overwrites: storages that have other values afterwards, whatever they had before; those of `made`, too.
+        overwrites: storages whose previous values don't matter afterwards, including those of `made`.
         storages: all storages that it reads or writes.
     """
 
@@ -121,8 +121,8 @@ class Initialization(TorchDispatchMode):
         The process's random state does not change.
 
         Args:
-            places: of the tensors.
-            seed: of the random numbers.
+            places: places of the tensors.
+            seed: random seed.
         """
         wanted: dict[int, list[Place]] = {}
         for place in places:

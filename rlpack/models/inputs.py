@@ -108,10 +108,10 @@ def _check_prompts(rows: BatchedDataDict, is_kept: Tensor) -> None:
 
     Args:
         rows: the microbatch's rows.
-        is_kept: whether a token's slot has it, bool [T].
+        is_kept: whether each token is the one in its slot, bool [T].
 
     Raises:
-        DataError: a token is not the one that another row has put into its slot.
+        DataError: a token differs from the one that another row has put into its slot.
     """
     if is_kept.all():
         return

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlpack.models.rope import POSITION_LIMITS
 
-# Most tokens of a row whose masks are compared, and of any row of a model without a number of positions.
+# Maximum length of rows whose masks are compared, and of any row of a model without a number of positions.
 MAX_MASK_LENGTH = 8192
 # Settings whose values bound how far a token sees.
 _WINDOW = re.compile(r"window|chunk|local_attention|local_size")

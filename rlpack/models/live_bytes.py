@@ -1,4 +1,4 @@
-"""Count the bytes of tensors while they live, by what they are for.
+"""Count the bytes of live tensors by their use.
 
 Fake tensors (`torch._subclasses.FakeTensor`) have shapes and no memory, so the count of a model of any size takes
 seconds. Storages are counted, not tensors: a view costs nothing, and a storage that FSDP resizes counts by its size.
@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What a storage is for. `backward` is what the backward pass allocates: gradients once it has ended.
+# The use of a storage. `backward` is what the backward pass allocates: gradients once it has ended.
 Use = Literal["weights", "optimizer", "activations", "output_layer", "gathered", "gradients", "backward"]
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations return, from their first operation until they are freed.
 
-    Gathered weights and sums of gradients are told by FSDP2's own operators; all other storages are for what `use`
-    says when they are made.
+    Gathered weights and sums of gradients are recognized by FSDP2's own operators; all other storages get the value of
+    `use` at the time of their creation.
 
     Attributes:
-        use: of storages that are made now.
+        use: use of the storages that are created next.
         now: live bytes by use.
         at_peak: the same when their sum was largest.
-        most: the most live bytes of each use, which needn't be at one time.
+        most: maximum live bytes of each use, possibly at different times.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def using(self, use: Use) -> Iterator[None]:
-        """Count storages that are made inside the context for a use."""
+        """Count storages that are created inside the context towards a use."""
         before, self.use = self.use, use
         try:
             yield
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
         self._add(tensor.untyped_storage(), use)
 
     def end_backward(self) -> None:
-        """Count what is left of the backward pass as gradients."""
+        """Count the storages that remain from the backward pass as gradients."""
         for key, (reference, size, use) in self._live.items():
             if use == "backward":
                 self._live[key] = reference, size, "gradients"

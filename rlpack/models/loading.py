@@ -68,8 +68,8 @@ def build_causal_lm(
         vocab_size: the tokenizer's. A new model gets it; a loaded one must have at least as many tokens.
         eos_token_id: the tokenizer's, written into a new model's config.
         pad_token_id: the tokenizer's, likewise.
-        seed: of a new model's weights; the process's random state does not change.
-        device: of the model.
+        seed: random seed for a new model's weights; the process's random state does not change.
+        device: device of the model.
         attention_name: `rlpack` for a model that runs packed rows; `sdpa`, which falls back to `eager`, for one that
             runs padded rows or generates with a cache.
 
@@ -100,8 +100,8 @@ def build_from_config(config: PreTrainedConfig, attention_name: str, source: str
     """Return a language model with new random weights, in fp32.
 
     Args:
-        config: the model's; the model keeps and changes it.
-        attention_name: as of `build_causal_lm`.
+        config: the model's config, which the model keeps and changes.
+        attention_name: as for `build_causal_lm`.
         source: where the config comes from, for the error.
 
     Raises:
@@ -126,9 +126,9 @@ def load_classifier(
 
     Args:
         settings: the `reward_model` section, with a path.
-        vocab_size: of the policy's tokenizer.
-        device: of the model.
-        attention_name: as of `build_causal_lm`.
+        vocab_size: number of tokens of the policy's tokenizer.
+        device: device of the model.
+        attention_name: as for `build_causal_lm`.
 
     Raises:
         ModelError: the path gives no such model, the tokenizer has more tokens than the model, or the model can't use
@@ -169,9 +169,9 @@ def check_same_tokenizer(path: str, revision: str | None, tokenizer: PreTrainedT
     """Check that a model has the policy's tokenizer, or none.
 
     Args:
-        path: of the model.
-        revision: of a hub model.
-        tokenizer: the policy's.
+        path: path of the model.
+        revision: revision of a hub model.
+        tokenizer: the policy's tokenizer.
         key: configuration key of the path, for the error.
 
     Raises:
@@ -232,8 +232,8 @@ def build_meta_classifier(config: PreTrainedConfig, path: str) -> PreTrainedMode
     """Return a reward model on the meta device, without weights.
 
     Args:
-        config: of the reward model, as `check_classifier` returns it.
-        path: of the reward model, for the error.
+        config: config of the reward model, from `check_classifier`.
+        path: path of the reward model, for the error.
 
     Raises:
         ModelError: the config can't be built.
@@ -280,10 +280,11 @@ def new_config(model: Model, **ids: int | None) -> PreTrainedConfig:
 
     Args:
         model: the `model` section, without a path.
-        ids: what it gets from the tokenizer: the number of tokens, ids of special ones; None leaves a setting alone.
+        ids: settings from the tokenizer, such as the number of tokens and ids of special ones; None leaves the setting
+            unchanged.
 
     Raises:
-        ModelError: the config has an unknown key or model type, or a value that its type refuses.
+        ModelError: the config has an unknown key or model type, or a value that its type rejects.
     """
     settings, known_ids = dict(model.config), {name: value for name, value in ids.items() if value is not None}
     kind = settings.pop("model_type", None)
@@ -347,7 +348,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
             return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
     except (
         *(OSError, ValueError, LookupError, ImportError, RuntimeError, StrictDataclassError),
-        *(AttributeError, TypeError, AssertionError, ArithmeticError),  # of values that transformers doesn't check
+        *(AttributeError, TypeError, AssertionError, ArithmeticError),  # for values that transformers doesn't check
         *(SafetensorError, UserCodeError),
     ) as error:
         if "trust_remote_code" in str(error):

@@ -18,8 +18,8 @@ from rlpack.models.cpu_products import matmul_transposed
 from rlpack.models.kernel_device import kernel_device
 from rlpack.models.weight_split import VocabularyPart
 
-# Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a
-# vocabulary of 32,000, and would take five times as much for one of 152,000 at no gain.
+# Upper bound on the logits that exist at one time (128 MiB in fp32), regardless of `chunk`: 1,024 tokens suit a
+# vocabulary of 32,000, but would take five times the memory for one of 152,000, at no gain.
 MAX_LOGITS = 2**25
 # On GPUs this many times as much (512 MiB). Each chunk reads the weight and adds to its gradient, V·d numbers both.
 # With the 220 tokens of a vocabulary of 152,000 that takes longer than the product (on an H100, below about 300).

@@ -1,13 +1,16 @@
-"""The memory of a rank, by running its code on tensors without values.
+"""Measure the memory of a rank by running its code on tensors without values.
 
 A training step runs as on a rank: FSDP2 gathers weights and sums gradients, ranks of tensor and context parallelism
 exchange tokens, and activations are kept or recomputed. Tensors have shapes and no memory (torch's fake tensors), and
-other ranks don't exist (`rlpack.models.fake_ranks`), so that this takes seconds for a model of any size. What lives at
-one time is counted (`rlpack.models.live_bytes`), not computed from formulas that would repeat the code.
+other ranks don't exist (`rlpack.models.fake_ranks`), so that this takes seconds for a model of any size. Live memory is
+counted (`rlpack.models.live_bytes`), not computed from formulas that would repeat the code.
 
-Differences from a run: padded rows count as a packed row of as many slots; the output layer scores all tokens; all
-experts get equally many tokens; clipping and metrics are left out, which take numbers per weight or per token;
-optimizer state and the temporary tensors of the optimizer's step are computed.
+Differences from a run:
+
+- Padded rows count as a packed row of as many slots.
+- The output layer scores all tokens, and all experts get equally many tokens.
+- Clipping and metrics, which take a few numbers per weight or per token, are left out.
+- Optimizer state and the temporary tensors of the optimizer's step are calculated, not measured.
 
 Letters: T slots of a microbatch, d hidden size.
 """
@@ -37,7 +40,8 @@ from rlpack.models.pipeline_schedule import pipeline_turns
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
 
-# Sizes of a rank's part of a weight from which torchao keeps moments in 8 bits, and its blocks of one scale each.
+# The size of a rank's part of a weight from which torchao keeps moments in 8 bits, and of its blocks, each with one
+# scale.
 _LEAST_8BIT, _BLOCK = 4096, 256
 
 
@@ -46,8 +50,8 @@ class SimulatedMicrobatch:
     """The largest microbatch of a role.
 
     Attributes:
-        slots: of all ranks that share it (cp).
-        longest: tokens of a row; all rows have this length, but for the last.
+        slots: slots of all ranks that share it (cp).
+        longest: tokens of a row; all rows but the last have this length.
         prompt: leading tokens that the rows of a group share; at most `longest` - 1.
         group: rows of a group.
     """
@@ -85,9 +89,9 @@ class ModelMemory:
         weights: this rank's part, and buffers.
         optimizer: state of the optimizer; 0 if the role is not trained.
         gradients: this rank's part after a step, which is kept until the next.
-        at_peak: what lives when a pass over microbatches takes the most, weights and optimizer included, by its use.
-        most: the most of each use, which needn't be at one time.
-        step: the most that lives in the optimizer's step.
+        at_peak: live bytes by use at the peak of a pass over microbatches, including weights and optimizer.
+        most: maximum live bytes of each use, possibly at different times.
+        step: peak of live bytes in the optimizer's step.
     """
 
     weights: int
@@ -104,7 +108,7 @@ class ModelMemory:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that live at one time."""
+        """Return the peak of live bytes."""
         return max(sum(self.at_peak.values()), self.step, self.kept)
 
 
@@ -122,8 +126,8 @@ def simulate_update(
     Args:
         model: on the meta device, split over the ranks of a process group (`call_on_fake_rank`), and not used
             afterwards.
-        microbatch: each one of the step.
-        settings: of the optimizer.
+        microbatch: size of every microbatch of the step.
+        settings: settings of the optimizer.
         several: whether the step has several microbatches, whose gradients are added up.
         entropy: whether entropies are computed, too.
         device: `cpu` or `cuda`, whose kernels are simulated.
@@ -155,7 +159,7 @@ def simulate_update(
 
 
 def _num_microbatches(stage: StageLink | None, several: bool) -> int:
-    """Return how many microbatches a step has to have for the most that lives at one time.
+    """Return how many microbatches a step needs to reach its peak memory.
 
     A pipeline's plan has as many microbatches as stages, and usually more.
     """
@@ -198,8 +202,9 @@ def optimizer_bytes(part: Tensor, settings: Optimizer) -> int:
 def step_bytes(parts: list[Tensor], settings: Optimizer, offload: Offload) -> int:
     """Return the bytes of the temporary tensors of an optimizer step, in fp32.
 
-    AdamW on many weights at once holds the square roots of all second moments; if moments are in host memory, also the
-    moments of a bucket; in 8 bits, about four tensors of the size of a weight; the fused step of the CPU holds none.
+    AdamW on many weights at once holds the square roots of all second moments. With moments in host memory, it runs
+    bucket by bucket, and holds a bucket's moments and the roots of its second moments. With 8-bit moments, it holds
+    about four tensors of the size of the largest weight. The fused step on CPUs holds none.
     """
     sizes = [4 * part.numel() for part in parts]
     largest = max(sizes, default=0)

@@ -85,7 +85,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes.
+    """The contents of an export.
 
     Attributes:
         groups: names of the model's weights that are converted together, in the order in which they are gathered.
@@ -94,7 +94,8 @@ class ExportPlan:
         file_of: file of each tensor.
         index: the index file's contents; None with a single file.
         views: targets of the groups that are one weight, and whose targets are parts of it.
-        not_alone: the tensor that differs if weights are converted group by group, so that all are one group.
+        not_alone: a tensor that would differ if weights were converted group by group, which makes all of them one
+            group.
     """
 
     groups: list[tuple[str, ...]]
@@ -222,13 +223,13 @@ def export_model(
 def plan_export(
     model: PreTrainedModel, specs: Iterable[TensorSpec], *, published_names: bool, file_bytes: int
 ) -> ExportPlan:
-    """Return what an export of a model writes.
+    """Return the contents of an export of a model.
 
     Args:
         model: only its config and recorded conversions are read.
         specs: its weights, without adapters; of tied ones only the first.
-        published_names: as of `export_model`.
-        file_bytes: as of `export_model`.
+        published_names: as for `export_model`.
+        file_bytes: as for `export_model`.
     """
     ignored = set(model._keys_to_ignore_on_save or ())
     state = {

@@ -34,8 +34,8 @@ class NewModel:
     Attributes:
         model: complete except for the values of its weights and buffers. It may get adapters before its weights.
         record: the operations that compute them.
-        places: of weights and buffers in the record, by all of their names.
-        seed: of the random numbers.
+        places: places of weights and buffers in the record, by all of their names.
+        seed: random seed.
     """
 
     model: PreTrainedModel
@@ -48,9 +48,9 @@ class NewModel:
         """Build the model without values.
 
         Args:
-            config: the model's; the model keeps and changes it.
-            attention_name: as of `build_causal_lm`.
-            seed: of the random numbers.
+            config: the model's config, which the model keeps and changes.
+            attention_name: as for `build_causal_lm`.
+            seed: random seed.
             source: where the config comes from, for errors.
 
         Raises:
@@ -91,8 +91,8 @@ class NewModel:
 
         Args:
             root: a module with some or all modules of `model`, sharded or not.
-            device: of the weights and buffers.
-            weights_device: of the weights, if it isn't that of the buffers.
+            device: device of the weights and buffers.
+            weights_device: device of the weights, if it isn't that of the buffers.
         """
         allocate(root, device, weights_device)
         inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}

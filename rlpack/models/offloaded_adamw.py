@@ -1,8 +1,8 @@
 """AdamW whose moments are in host memory, except during the step of their weights.
 
 The step runs on the weights' device, one bucket of weights at a time: the bucket's moments are copied to the device,
-AdamW runs as it does without offloading, and the moments are copied back. On the device are never more moments than
-those of one bucket, and results are the same bit for bit.
+AdamW runs as it does without offloading, and the moments are copied back. The device never holds more than the moments
+of one bucket, and results are bit-identical.
 
 The alternative, a step on the CPU, would copy gradients to the host and weights back. That is half of the bytes over
 the bus, but the arithmetic is then limited by the bandwidth of the host's memory, which all GPUs of a node share.
@@ -34,7 +34,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         """Allocate the moments.
 
         Args:
-            groups: groups of parameters, sharded already if they are to be.
+            groups: groups of parameters, already sharded if at all.
             bucket_bytes: maximum size of a bucket's moments.
             **options: `lr`, `betas`, `eps` and `weight_decay` of `torch.optim.AdamW`.
         """
@@ -61,7 +61,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy moments into host memory, and set the options of the groups.
 
-        That of `torch.optim.Optimizer` would move all moments to the weights' device.
+        `torch.optim.Optimizer.load_state_dict` would move all moments to the weights' device.
         """
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]

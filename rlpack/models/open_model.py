@@ -1,4 +1,4 @@
-"""Open models for building in parts: on the meta device, with what each rank computes or reads its part from."""
+"""Open models to build them in parts: on the meta device, with the source of each rank's part of the weights."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +30,7 @@ def open_causal_lm(model: Model, *, vocab_size: int | None = None, attention_nam
     Args:
         model: the `model` section, with a path.
         vocab_size: the tokenizer's; the model must have at least as many tokens.
-        attention_name: as of `build_causal_lm`.
+        attention_name: as for `build_causal_lm`.
 
     Raises:
         ModelError: as `build_causal_lm`.
@@ -57,8 +57,8 @@ def open_new_causal_lm(
         vocab_size: the tokenizer's.
         eos_token_id: the tokenizer's.
         pad_token_id: the tokenizer's.
-        seed: of the weights.
-        attention_name: as of `build_causal_lm`.
+        seed: random seed for the weights.
+        attention_name: as for `build_causal_lm`.
 
     Raises:
         ModelError: as `build_causal_lm`.
@@ -80,8 +80,8 @@ def open_classifier(settings: RewardModel, *, vocab_size: int, attention_name: s
 
     Args:
         settings: the `reward_model` section, with a path.
-        vocab_size: of the policy's tokenizer.
-        attention_name: as of `build_causal_lm`.
+        vocab_size: number of tokens of the policy's tokenizer.
+        attention_name: as for `build_causal_lm`.
 
     Raises:
         ModelError: as `load_classifier`.

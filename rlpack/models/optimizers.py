@@ -1,4 +1,4 @@
-"""Freezing of weights and optimizers, for any module.
+"""Freeze weights and build optimizers, for any module.
 
 Invariants (tests/unit/models/test_optimizers.py):
 
@@ -27,7 +27,7 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
     Args:
         model: patterns refer to its weight names.
         settings: the optimizer section.
-        key: of that section, for errors.
+        key: configuration key of that section, for errors.
 
     Raises:
         ModelError: a pattern matches no weight, or no weight is left to train.
@@ -67,14 +67,14 @@ def build_optimizer(
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, settings.weight_decay), (rest, 0.0))
         if weights
-    ] or [{"params": []}]  # of a pipeline stage whose weights are all frozen
+    ] or [{"params": []}]  # a pipeline stage whose weights are all frozen
     if settings.name == "adamw_8bit":
         return _build_adamw_8bit(groups, settings)
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
     if offload == "optimizer":
         return OffloadedAdamW(groups, **options)
     # foreach: for small weights, DTensor's dispatch takes longer than the arithmetic. On CPUs the fused kernel takes a
-    # seventh of the time; it rounds in another way.
+    # seventh of the time; it rounds differently.
     options["fused" if offload == "parameters" else "foreach"] = True
     optimizer = torch.optim.AdamW(groups, **options)
     for weight in trained:
@@ -101,8 +101,8 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
 def _build_adamw_8bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
     """Return torchao's AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861).
 
-    torchao's is the one whose step supports the sharded weights of FSDP2. Moments stay in 32 bits where a rank's part
-    of a weight has fewer than 4,096 elements, or not a multiple of 256.
+    torchao's is used because its step supports the sharded weights of FSDP2. Moments stay in 32 bits where a rank's
+    part of a weight has fewer than 4,096 elements, or not a multiple of 256.
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an optional dependency
 

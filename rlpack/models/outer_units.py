@@ -1,4 +1,4 @@
-"""Embedding and output layer as FSDP units of their own, gathered while they are used and not for a whole pass.
+"""Shard embedding and output layer as separate FSDP units, gathered while in use rather than for a whole pass.
 
 With a large vocabulary these are the largest weights of a model. In the root's unit, both would be gathered during the
 whole forward and backward pass, and both gradients would exist at one time before they are summed over ranks.
@@ -20,12 +20,12 @@ _METHOD = "_call_gathered"
 
 
 def shard_outer_modules(policy: PackedModel, *, reshard_after_forward: bool, **options: Any) -> None:
-    """Make FSDP units of the embedding and the output layer, in place, where no other module has their weights.
+    """Make the embedding and the output layer FSDP units, in place, unless another module shares their weights.
 
     Args:
         policy: its layers may be sharded; its root isn't yet.
         reshard_after_forward: free the embedding's gathered weights after forward.
-        options: of `fully_shard`.
+        options: options of `fully_shard`.
     """
     owners = Counter(id(weight) for module in policy.modules() for weight in module._parameters.values())
     embedding, head = policy.model.get_input_embeddings(), policy.model.get_output_embeddings()
@@ -45,7 +45,7 @@ def call_gathered(module: nn.Module, function: Callable[[Tensor], R], states: Te
     Args:
         module: the output layer.
         function: returns tensors, or a tuple of them.
-        states: all that the function reads with a history.
+        states: the only tensor with an autograd history that the function reads.
     """
     if not isinstance(module, FSDPModule):
         return function(states)
@@ -57,6 +57,6 @@ def _call(function: Callable[[Tensor], R], states: Tensor) -> R:
 
 
 def _is_only_owner(module: nn.Module, owners: Counter[int]) -> bool:
-    """Return whether no other module has a weight of this one; modules inside it would be others."""
+    """Return whether a module has weights, no submodules, and no weight in common with another module."""
     weights = list(module.parameters())
     return bool(weights) and all(owners[id(weight)] == 1 for weight in weights) and not any(module.children())

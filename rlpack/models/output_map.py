@@ -1,8 +1,8 @@
-"""What a model does around its output layer: it may scale hidden states or logits, cap logits, or drop padding tokens.
+"""Measure what a model does around its output layer: scale hidden states or logits, cap logits, drop padding tokens.
 
 Architectures name these operations in their own ways, and the same config key multiplies in one and divides in another.
-They are therefore measured on the model: a few tokens run through it while hooks see what enters its output layer, and
-replace what leaves it by known numbers.
+They are therefore measured on the model: a few tokens run through it while hooks record the inputs of its output layer
+and replace its outputs with known numbers.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class OutputMap:
 def measure_output_map(model: PreTrainedModel, head: nn.Linear) -> OutputMap:
     """Return the map that a model applies around its output layer.
 
-    On the meta device, where nothing can be measured, it is the plain one.
+    On the meta device, where nothing can be measured, it is the identity.
 
     Args:
         model: with its weights, not sharded; its training mode is restored.
@@ -107,7 +107,7 @@ def _tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> Tensor:
-    """Run a few tokens; return the logits, and add hidden states, the layer's inputs and its replaced outputs."""
+    """Run a few tokens; return the logits, and add hidden states, layer inputs and replaced outputs to `passed`."""
 
     def record_hidden(module: nn.Module, arguments: Any, outputs: Any) -> None:
         passed["hidden"] = outputs[0]
@@ -140,7 +140,7 @@ def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> 
 
 
 def _unmeasured(model: PreTrainedModel) -> OutputMap:
-    """Return the plain map of a model that can't be measured, unless its config scales logits."""
+    """Return the identity for a model that can't be measured; raise if its config scales logits."""
     settings = model.config.get_text_config().to_dict()
     for name in _LOGIT_SCALES:
         if settings.get(name) not in {None, 1}:

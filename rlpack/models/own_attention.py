@@ -13,7 +13,7 @@ from transformers.masking_utils import eager_mask
 
 # transformers' attention for padded rows and for generation; `build_causal_lm` falls back to eager without it.
 DEFAULT = "sdpa"
-# The plain definition of attention, which every model has.
+# The reference implementation of attention, which every model has.
 REFERENCE = "eager"
 
 _RECORDING = "rlpack_recording"
@@ -45,8 +45,8 @@ class LayerMask:
         layer: the layer's class name.
         allowed: bool [L, L], true where a query (row) sees a key; None without a mask, which is plain causal attention.
         window: the `sliding_window` that the layer passes to its attention function.
-        rule: transformers' function of batch, head, query and key indices that the mask is made by; None if the model
-            made the mask itself, or by a function that reads tensors of the row.
+        rule: transformers' mask function of batch, head, query and key indices; None if the model built the mask
+            itself, or with a function that reads tensors of the row.
     """
 
     layer: str
@@ -65,7 +65,7 @@ class LayerMask:
 
 @torch.no_grad()
 def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[LayerMask]:
-    """Return the masks of the attention layers that `run` calls, in order; nothing attends meanwhile.
+    """Return the masks of the attention layers that `run` calls, in order, without computing attention.
 
     Args:
         model: the model that `run` calls.
@@ -79,14 +79,14 @@ def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[Layer
     def make_mask(*sizes: Any, **options: Any) -> Tensor:
         mask = eager_mask(*sizes, **options)
         rule = options.get("mask_function")
-        # transformers builds entry by entry (vmap) what may not be a function of indices alone.
+        # Masks that may not be functions of indices alone are built entry by entry (vmap).
         by_index = options.get("attention_mask") is None and not options.get("use_vmap")
         if rule is not None and by_index and not _reads_rows(rule):
             rules[id(mask)] = rule
             made.append(mask)
         return mask
 
-    made: list[Tensor] = []  # kept, so that no other mask gets the id of one
+    made: list[Tensor] = []  # kept alive, so that no other mask reuses an id
 
     def record(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -95,7 +95,7 @@ def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[Layer
         if attention_mask is not None:
             rule = rules.get(id(attention_mask))
             if id(attention_mask) not in seen:
-                # Of head 0: heads share their mask. Additive masks allow where they add 0.
+                # The mask of head 0, which all heads share. Additive masks allow the entries to which they add 0.
                 entries = attention_mask[0, 0]
                 seen[id(attention_mask)] = attention_mask, entries if entries.dtype == torch.bool else entries >= 0
             allowed = seen[id(attention_mask)][1]
@@ -110,7 +110,7 @@ def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[Layer
 
 
 def _reads_rows(rule: Callable[..., Tensor]) -> bool:
-    """Return whether a mask function reads a tensor with an entry for each token, which longer rows don't have."""
+    """Return whether a mask function reads a tensor with an entry for each token, which has none for longer rows."""
     if not inspect.isfunction(rule):
         return True
     for cell in rule.__closure__ or ():
@@ -123,6 +123,6 @@ def _reads_rows(rule: Callable[..., Tensor]) -> bool:
 
 
 def forward_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:
-    """Return the arguments that the model's forward names: some models take no positions."""
+    """Return the arguments that the model's forward accepts; some models take no positions."""
     names = inspect.signature(model.forward).parameters
     return {name: value for name, value in arguments.items() if name in names}

@@ -40,7 +40,7 @@ _LAYER_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|pdrop)")
 class PackedModel(nn.Module):
     """A transformers model and a head.
 
-    Subclasses add the head, and define the outputs that packing is checked on.
+    Subclasses add the head, and define the outputs that isolation checks compare.
 
     The model's dropout is never active, not even in training: responses are sampled without it, so the first ratio
     would not be 1, and the process's random state, which no checkpoint holds, would affect the weights. Dropout of
@@ -89,7 +89,7 @@ class PackedModel(nn.Module):
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the head, and so the outputs; with virtual stages, whether the active one has."""
+        """Whether this rank has the head and thus the outputs; with virtual stages, whether the active one does."""
         if self.stage is None or not self.stage.is_last:
             return self.stage is None
         return self.virtual_stages is None or self.virtual_stages.has_last
@@ -112,7 +112,7 @@ class PackedModel(nn.Module):
             link: this rank's stage.
             whole: the model before the cut, on the meta device.
             stages_of: the stages that have each weight of `stored_tensors`.
-            virtual_stages: of this rank, if it has several.
+            virtual_stages: virtual stages of this rank, if it has several.
         """
         self.stage, self._whole, self._stages_of, self.virtual_stages = link, (whole,), stages_of, virtual_stages
 
@@ -133,7 +133,7 @@ class PackedModel(nn.Module):
         return outputs if self.stage is None else self.stage.share(outputs)
 
     def worst_of_stages(self, gap: float, name: str) -> tuple[float, str]:
-        """Return the largest number of any stage with its name, NaN if any is; a collective."""
+        """Return the largest gap of any stage and its name, NaN if any gap is; a collective."""
         if self.stage is None:
             return gap, name
         gaps = self.stage.gather((gap, name))
@@ -143,10 +143,10 @@ class PackedModel(nn.Module):
         """Return zeros, fp32 [T], as the outputs of a stage that isn't the last; their gradient is ignored.
 
         Args:
-            hidden: what `hidden_states` returned.
+            hidden: the result of `hidden_states`.
             num_tokens: T.
         """
-        return hidden.flatten()[:1].float().expand(num_tokens).clone()  # FSDP2 warns of views
+        return hidden.flatten()[:1].float().expand(num_tokens).clone()  # FSDP2 warns about views
 
     def hidden_states(self, inputs: ModelInputs, part: RowPart | None) -> Tensor:
         """Return the hidden state of each of this rank's slots after the last norm, [n, d].
@@ -182,7 +182,7 @@ class PackedModel(nn.Module):
         return RowPart.of(replace(inputs, position_ids=positions), self.split)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Return what `function` returns, which runs the wrapped model; a collective if sharded.
+        """Call `function`, which runs the wrapped model, and return its result; a collective if sharded.
 
         The model's own forward pass would not gather the weights outside its decoder layers.
         """
@@ -280,8 +280,8 @@ def _reads_its_mode(layer: type[nn.Module]) -> bool:
 def _padded_positions(inputs: ModelInputs) -> Tensor:
     """Return the positions of right-padded rows, int64 [R, L].
 
-    They run on over the padding, as far as the longest row: transformers takes a jump for the border of a packed
-    sequence, and would build a mask for it.
+    They continue through the padding, up to the longest row. transformers would take a jump for the boundary of a
+    packed sequence, and build a mask for it.
     """
     num_rows, width = inputs.input_ids.shape
     longest = int(inputs.row_lengths.max()) if inputs.row_lengths.numel() else 1

@@ -59,10 +59,10 @@ def shard_model(
     afterwards, from `policy.parameters()`.
 
     Args:
-        policy: on the mesh's device or the meta device, weights in fp32, split before (`split_experts`,
-            `split_weights`) if at all.
+        policy: on the mesh's device or the meta device, weights in fp32, already split if at all (`split_experts`,
+            `split_weights`).
         mesh: one dimension to shard over, or two: replicas first, then shards.
-        expert_mesh: that of the experts, likewise, if the model was split by `split_experts`.
+        expert_mesh: mesh of the experts, in the same form, if the model was split by `split_experts`.
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False needs more memory and half the gathers.

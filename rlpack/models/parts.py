@@ -44,8 +44,8 @@ def allocate(root: nn.Module, device: torch.device | str, weights_device: torch.
 
     Args:
         root: sharded or not.
-        device: of the new tensors.
-        weights_device: of the new weights, if it isn't that of the buffers.
+        device: device of the new tensors.
+        weights_device: device of the new weights, if it isn't that of the buffers.
     """
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():

@@ -16,8 +16,8 @@ A schedule (`rlpack.models.pipeline_schedule`) is then only the order in which a
 Tied weights are on the first and the last stage, which add their gradients.
 
 A rank can have several runs of layers, its virtual stages (`rlpack.models.virtual_stages`): of P ranks, rank r has the
-runs r, r + P, r + 2 P and so on. Placeholders are then those of one virtual stage at a time. Elsewhere, a stage is a
-rank of the pipeline with all its layers: `stages_of` returns ranks.
+runs r, r + P, r + 2 P and so on. Placeholders are then those of one virtual stage at a time. Everywhere else in the
+code, a stage is a rank of the pipeline with all its layers, so `stages_of` returns ranks.
 """
 
 import copy
@@ -39,7 +39,7 @@ M = TypeVar("M", bound=PackedModel)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage; of uneven parts the first are larger, because the last stage has the head.
+    """Return the layers of each stage; if uneven, the first stages get more, because the last one has the head.
 
     >>> stage_layers(5, 2)
     [range(0, 3), range(3, 5)]
@@ -55,7 +55,7 @@ def cut_model(model: M, link: StageLink, whole: M) -> None:
     Args:
         model: on any device, not sharded.
         link: this rank's stage.
-        whole: what `meta_copy` returned for the model.
+        whole: the result of `meta_copy` for the model.
 
     Raises:
         ModelError: the model can't be cut.
@@ -159,7 +159,7 @@ class _Received(nn.Module):
 
     def __init__(self, model: PackedModel, link: StageLink, size: int, weight: nn.Parameter | None) -> None:
         super().__init__()
-        self._model, self._link, self._size = [model], link, size  # a list, because it isn't a submodule
+        self._model, self._link, self._size = [model], link, size  # in a list, so that it isn't a submodule
         if weight is not None:  # the tied weight of the head
             self.weight = weight
 

@@ -45,7 +45,7 @@ class PipelinePlace(Protocol):
     """The place of a rank in a pipeline.
 
     Attributes:
-        rank: of this rank, from 0.
+        rank: index of this rank, from 0.
         num_stages: ranks of the pipeline.
         num_virtual: virtual stages of each rank.
     """
@@ -66,12 +66,12 @@ class Turn(NamedTuple):
 def pipeline_turns(microbatches: int, place: PipelinePlace | None) -> Iterator[Turn]:
     """Yield the passes of an optimizer step in the order of one rank: one forward, one backward (1F1B).
 
-    A rank first runs forward passes until a gradient can have come back, and keeps their activations and those of one
-    more. Without stages, each forward pass is followed by its backward pass.
+    A rank first runs forward passes until the first gradient can have arrived. It holds their activations, and those of
+    one more pass. Without stages, each forward pass is followed by its backward pass.
 
     Args:
-        microbatches: of the step; with virtual stages divisible by the number of ranks.
-        place: of this rank; None without stages.
+        microbatches: number of microbatches of the step; with virtual stages, divisible by the number of ranks.
+        place: place of this rank; None without stages.
     """
     rank, num_stages, num_virtual = (0, 1, 1) if place is None else (place.rank, place.num_stages, place.num_virtual)
     behind, passes = num_stages - rank - 1, microbatches * num_virtual
@@ -97,8 +97,8 @@ def pipeline_turns(microbatches: int, place: PipelinePlace | None) -> Iterator[T
 def forward_turns(microbatches: Iterable[T], place: PipelinePlace | None) -> Iterator[tuple[T, int]]:
     """Yield microbatches and virtual stages in the order of passes without gradients.
 
-    Those of the last virtual stage are in the order of microbatches. A rank that has sent a microbatch continues with
-    the next one, so without virtual stages this is that order.
+    On the last virtual stage, microbatches keep their order. A rank that has sent a microbatch continues with the next
+    one, so without virtual stages all of them do.
 
     >>> from types import SimpleNamespace
     >>> list(forward_turns("abc", SimpleNamespace(rank=0, num_stages=2, num_virtual=2)))

@@ -85,7 +85,7 @@ class Policy(PackedModel):
         Args:
             inputs: the microbatch.
             select: bool [T]; only these tokens pass through the head. None selects all but each row's first.
-            temperature: of the distribution.
+            temperature: temperature of the distribution.
             entropy: whether to compute entropies.
         """
         part = self.row_part(inputs)
@@ -115,9 +115,9 @@ class Policy(PackedModel):
         """Return the log-probs of labels by the output layer, and entropies: both fp32 [P].
 
         Args:
-            states: of the slots before the labels, after the last norm: [P, d].
+            states: hidden states of the slots before the labels, after the last norm, [P, d].
             labels: int64 [P].
-            temperature: of the distribution.
+            temperature: temperature of the distribution.
             entropy: whether to compute entropies.
         """
         rule = self.output_map
@@ -132,7 +132,7 @@ class Policy(PackedModel):
                 states.to(weight.dtype),
                 weight,
                 labels,
-                # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
+                # The scale in cap·tanh(scale·x / cap) / temperature is folded into temperature and cap.
                 temperature=temperature / rule.scale,
                 chunk=self.chunk,
                 softcap=None if rule.softcap is None else rule.softcap / rule.scale,
@@ -158,7 +158,7 @@ class Policy(PackedModel):
     def probe_wrapped_model(self, rows: Tensor) -> Tensor:
         """Return the log-probs [R, L] of rows of equal length by the wrapped model's own head.
 
-        Holds [R, L, V]; for few tokens only.
+        Materializes all logits, [R, L, V]; for few tokens only.
         """
         if not self.has_outputs:
             with self.whole_tokens():

@@ -30,7 +30,7 @@ def check_row_length(config: PreTrainedConfig, longest: int, keys: str) -> None:
         keys: the configuration keys that bound it, for the error.
 
     Raises:
-        ModelError: the limit, and what to change.
+        ModelError: rows can be too long; the message names the limit and what to change.
     """
     for kind, limit in frequency_limits(config):
         if longest > limit:
@@ -50,7 +50,7 @@ def check_positions(model: PreTrainedModel, longest: int, keys: str) -> None:
         keys: the configuration keys that bound it, for the error.
 
     Raises:
-        ModelError: the size of the table, and what to change.
+        ModelError: rows can be too long; the message names the size of the table and what to change.
     """
     settings = model.config.get_text_config().to_dict()
     sizes = [settings[name] for name in POSITION_LIMITS if type(settings.get(name)) is int]

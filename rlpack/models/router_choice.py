@@ -25,7 +25,7 @@ class RouterShape(NamedTuple):
 
     Attributes:
         num_layers: layers with experts, of all pipeline stages.
-        num_experts: of a layer.
+        num_experts: experts of a layer.
         top_k: experts of a token.
     """
 
@@ -104,7 +104,7 @@ class FixedChoice(NamedTuple):
 
     Attributes:
         places: slots with a token, int64 [t]; the router chooses for the others, which are padding.
-        experts: of these tokens, int64 [t, k].
+        experts: experts of these tokens, int64 [t, k].
     """
 
     places: Tensor
@@ -112,11 +112,12 @@ class FixedChoice(NamedTuple):
 
 
 class RouterChoice(TorchFunctionMode):
-    """Observes the choice of a router, the one call of `topk` over all experts, or replaces it.
+    """Observes or replaces the choice of a router, which is its one call of `topk` over all experts.
 
     Attributes:
-        scores: of all experts, [n, E]: the result of the softmax or sigmoid before the choice.
-        num_changed: how many tokens would have got another set of experts, int64 []; None without fixed experts.
+        scores: scores of all experts, [n, E]: the result of the softmax or sigmoid before the choice.
+        num_changed: number of tokens that would have chosen a different set of experts, int64 []; None without fixed
+            experts.
     """
 
     def __init__(self, shape: RouterShape, fixed: FixedChoice | None = None) -> None:
@@ -142,7 +143,7 @@ class RouterChoice(TorchFunctionMode):
         """Return what `topk` would, had it chosen the fixed experts.
 
         Args:
-            scores: that the choice is by, [n, E].
+            scores: the scores that the choice is based on, [n, E].
             free: the router's own choice, int64 [n, k].
             fixed: the experts to choose.
         """

@@ -1,4 +1,4 @@
-"""What routers of mixtures of experts do in a forward pass: balance their load, record and replay their choices.
+"""Balance the load of mixture-of-experts routers, and record and replay their choices.
 
 A router gives each token its experts and their weights. Inside a `RoutingPass`, the routers that `Routing` wraps add
 the gradient of the load-balancing loss, count the tokens of each expert, record the experts that they choose, or take
@@ -12,10 +12,11 @@ sequence of that of Switch Transformer (arXiv:2101.03961, equations 4 to 6). For
     p[t, e] = s[t, e] / Σ_e' s[t, e']                      (s: the router's scores, by softmax or sigmoid)
     loss = Σ_e f[e] · 1 / T · Σ_t p[t, e]
 
-It is 1 if the load is even. f is a constant of the gradient. The loss of a layer is the mean over the rows of an
-optimizer step, each with the weight of its share of the step's response tokens; layers are added. A row's loss depends
-on its own tokens alone, so the sum over microbatches and ranks is exact for any batching: a loss over the tokens of a
-microbatch is not, and for one over those of the step, f is known only after the last forward pass.
+It is 1 if the load is even. f is treated as a constant in the gradient. The loss of a layer is the mean over the rows
+of an optimizer step, each with the weight of its share of the step's response tokens; layers are added. A row's loss
+depends on its own tokens alone, so the sum over microbatches and ranks is exact for any batching. A loss over the
+tokens of a microbatch would not be, and for a loss over the tokens of the step, f is known only after the last forward
+pass.
 
 Each layer adds its gradient where it is computed, by `_AddLoss`, as in Megatron-LM: pipeline stages and activation
 checkpointing need no other output of the model.
@@ -59,7 +60,8 @@ class Routing:
     Attributes:
         shape: sizes of the routers.
         row_group: the ranks that share the tokens of a row; None for only this rank.
-        is_counted: whether this rank's tokens count; of tensor parallel ranks, which have the same ones, the first's.
+        is_counted: whether this rank's tokens are counted; of tensor parallel ranks, which have the same tokens, only
+            the first's are.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Routing:
 
 
 class RoutingPass:
-    """What routers do in the forward pass of one microbatch, and what is measured in it.
+    """The routers' behavior in the forward pass of one microbatch, and measurements of it.
 
     The recomputation of activations belongs to the same pass: a layer that runs again adds the same gradient, and
     measures nothing.
@@ -113,7 +115,7 @@ class RoutingPass:
         Args:
             routing: the routers.
             row_weights: weight of each row in the balance loss, f32 [R]; None leaves the loss out.
-            coefficient: of the balance loss in the gradient.
+            coefficient: weight of the balance loss in the gradient.
             replay: experts that each token gets, integers [T, L, k]; None for those that the routers choose.
             records: whether to record the experts.
         """
@@ -231,7 +233,7 @@ def same_pass(contexts: Callable[[], _ContextPair] | None = None) -> _ContextPai
     The backward pass runs after that of the model, possibly after another microbatch's pass has started.
 
     Args:
-        contexts: returns further contexts, likewise.
+        contexts: returns another such pair of contexts, which are entered as well.
     """
     forward, recomputation = (nullcontext(), nullcontext()) if contexts is None else contexts()
     return forward, _entered(in_pass(current_pass()), recomputation)
@@ -252,7 +254,7 @@ def _route(forward: Callable[..., Any], layer: int, *arguments: Any) -> Any:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Identity of a tensor whose backward pass also starts that of a loss, with gradient 1."""
+    """Identity of a tensor whose backward pass also backpropagates a loss, with gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:

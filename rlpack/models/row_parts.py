@@ -55,7 +55,7 @@ class RowPart:
 
 
 def own_places(part: RowPart | None, slots: Tensor) -> tuple[Tensor | slice, Tensor]:
-    """Return an index that selects a rank's own among some slots, and the places of those in its part.
+    """Return an index that selects a rank's own slots among the given ones, and their places in its part.
 
     Args:
         part: None if the rank runs all slots.
@@ -122,7 +122,7 @@ def _keys(
         starts: first slot of each sequence, int64 [S].
         gathered: the slots of all ranks, rank by rank, int64 [T].
         split: the group.
-        device: of the result.
+        device: device of the result.
     """
     numbers = np.array([split.rank, 2 * split.num_ranks - 1 - split.rank])
     lengths = (chunks[:, None] * (numbers + 1)).flatten()

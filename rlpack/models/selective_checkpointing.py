@@ -79,7 +79,7 @@ def is_kept(operation: str) -> bool:
 
 
 class _KeptOutputs:
-    """The policy of one layer's forward pass: decides which outputs are kept, and that none changes afterwards.
+    """The policy of one layer's forward pass: decides which outputs are kept, and checks that none of them changes.
 
     torch checks this by version counters, which miss a change through a view as `nn.Linear` returns it for
     three-dimensional inputs (`_unsafe_view`): the backward pass would then give wrong gradients without an error.
@@ -134,5 +134,5 @@ def _memories(outputs: Any) -> set[int]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what identifies a tensor's memory, which its views share; tensors without values have no address."""
+    """Return an id of a tensor's memory, which its views share; tensors without values have no address."""
     return local_part(tensor).untyped_storage()._cdata

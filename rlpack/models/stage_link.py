@@ -1,4 +1,4 @@
-"""What the stages of a pipeline exchange (`rlpack.models.pipeline_parallel`), differentiable.
+"""Differentiable exchanges between the stages of a pipeline (`rlpack.models.pipeline_parallel`).
 
 Hidden states go to the next stage in the forward pass, and their gradients come back in the backward pass. Every stage
 has all rows, so it knows the shape of what it receives; microbatches may therefore have any widths. Sends don't wait
@@ -40,7 +40,7 @@ class StageLink:
         rank: this stage, from 0.
         num_stages: number of stages.
         num_virtual: virtual stages of each rank.
-        dtype: of the hidden states that stages exchange; set once the model's compute dtype is known.
+        dtype: dtype of the hidden states that stages exchange; set once the model's compute dtype is known.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class StageLink:
         device: torch.device | str,
         num_virtual: int = 1,
     ) -> None:
-        """Take a place.
+        """Set up this rank's links.
 
         Args:
             forward: groups of the ranks of all stages in order, for hidden states: those of `groups_of_links`.
             backward: as many other groups of the same ranks, for gradients.
-            device: of the hidden states.
+            device: device of the hidden states.
             num_virtual: virtual stages of each rank.
         """
         self.rank, self.num_stages = dist.get_rank(forward[0]), dist.get_world_size(forward[0])
@@ -96,7 +96,7 @@ class StageLink:
 
         Args:
             *shape: R, L, d.
-            after: what `send` returned before; its gradient is received only once this one's has been sent.
+            after: result of an earlier `send`, whose gradient is received only after this one's has been sent.
         """
         return _Receive.apply(self._anchor if after is None else after, self, shape)  # pyright: ignore[reportReturnType]
 

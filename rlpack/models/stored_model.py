@@ -64,7 +64,7 @@ class StoredModel:
 
         Args:
             kind: class of the model.
-            config: of the model.
+            config: config of the model.
             paths: its safetensors files.
             source: path or hub name of the model, for errors.
             key: configuration key of the source, for errors.
@@ -96,8 +96,8 @@ class StoredModel:
         Args:
             root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read; nor
                 are those that `model` itself has lost as a pipeline stage.
-            device: of the weights and buffers.
-            weights_device: of the weights, if it isn't that of the buffers.
+            device: device of the weights and buffers.
+            weights_device: device of the weights, if it isn't that of the buffers.
         """
         allocate(root, device, weights_device)
         inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}
@@ -129,7 +129,7 @@ class StoredModel:
 def _tie_equal_weights(
     model: PreTrainedModel, files: WeightFiles, conversions: list[Conversion], made: set[str]
 ) -> None:
-    """Tie weights that the files have twice with equal values, which transformers' loader can't tell without values."""
+    """Tie weights that the files store twice; transformers' loader can't tell that they are equal without values."""
     sources = {item.first: item.source for item in conversions if item.converter is None}
     for target, source in list(model.all_tied_weights_keys.items()):
         if not {target, source} <= made:

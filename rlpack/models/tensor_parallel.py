@@ -39,7 +39,7 @@ FAMILIES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3"},
 )
 
-# How a module's weights are split, by the last part of its name; norms are told by their class.
+# How a module's weights are split, by the last part of its name; norms are recognized by their class.
 _Way = Literal["rows", "columns", "vocabulary", "experts", "copied", "copied_rows", "token_norm", "scalar_head"]
 _WAYS: dict[str, _Way] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), "rows"),
@@ -71,7 +71,7 @@ def uneven_weight(model: nn.Module, num_shards: int, *, experts: bool = True) ->
     FSDP shards axes other than the first evenly only; these are the ones that tensor parallelism leaves whole.
 
     Args:
-        model: of a family that `split_problem` accepts.
+        model: a model of a family that `split_problem` accepts.
         num_shards: ranks that share a weight.
         experts: False leaves out experts, which expert parallelism divides among other ranks.
     """
@@ -89,11 +89,11 @@ def uneven_weight(model: nn.Module, num_shards: int, *, experts: bool = True) ->
 def empty_part(model: nn.Module, num_ranks: int) -> tuple[str, int] | None:
     """Return the name of a weight of which some rank would get nothing, and the size of its axis.
 
-    Each rank but the last gets as much as the first: of 9 rows, four ranks get 3, 3, 3 and 0. FSDP can't shard such a
-    part.
+    Ranks get equally large parts until nothing is left: of 9 rows, four ranks get 3, 3, 3 and 0. FSDP can't shard an
+    empty part.
 
     Args:
-        model: of a family that `split_problem` accepts.
+        model: a model of a family that `split_problem` accepts.
         num_ranks: ranks that share the weights.
     """
     for name, module in model.named_modules():
@@ -155,7 +155,7 @@ def sharded_axis(weight: Tensor) -> int:
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the weights of a module itself."""
+    """Return a module's own weights, without those of its children."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
@@ -269,11 +269,11 @@ def _experts(
 
     Args:
         module: its `num_experts` is the number of this rank's experts.
-        forward: of the module.
+        forward: the module's forward pass.
         split: the ranks that share the experts.
         states: [T, d].
         index: experts of each token, int64 [T, k].
-        weights: of these experts, [T, k].
+        weights: weights of these experts, [T, k].
     """
     count = cast(int, module.num_experts)
     own = index - split.rank * count
@@ -317,7 +317,7 @@ def _gather_first(split: WeightSplit, module: nn.Module, arguments: tuple[Any, .
 
 @contextmanager
 def _weights(module: nn.Module, **parts: Tensor | None) -> Iterator[None]:
-    """Replace a module's weights inside the context; unlike parameters, the replacements may have a history."""
+    """Replace a module's weights inside the context; unlike parameters, replacements may have an autograd history."""
     before = dict(module._parameters)
     module._parameters.update(cast(Any, parts))
     try:

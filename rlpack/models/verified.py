@@ -12,9 +12,9 @@ from typing import Any
 
 
 def is_verified(model_type: str, *, packed: bool) -> bool:
-    """Return whether policies and critics of an architecture are known to be right in a layout, in fp32 and bf16.
+    """Return whether policies and critics of an architecture are known to be correct in a layout, in fp32 and bf16.
 
-    False under another version of transformers than the one that was compared.
+    False under any version of transformers other than the one that was compared.
 
     >>> is_verified("qwen2", packed=True), is_verified("mamba", packed=True), is_verified("mamba", packed=False)
     (True, False, True)

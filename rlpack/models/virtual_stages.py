@@ -1,11 +1,12 @@
-"""The virtual stages of a pipeline rank: several runs of layers, of which a forward pass runs one.
+"""The virtual stages of a pipeline rank: several runs of layers, one of which runs in each forward pass.
 
 While a virtual stage runs, the language model has only its layers, with placeholders for the others, for the embedding
 and for the norm (`rlpack.models.pipeline_parallel`). Between passes it has the layers of all, so weights keep their
 names, and each weight is sharded, saved and counted once.
 
-A pass outside of `running` runs all virtual stages, one after the other: checks call the model so, whose outputs are
-needed at once. Each waits for the one before in the backward pass, too, so all ranks have the same order.
+A pass outside of `running` runs all virtual stages, one after the other. Checks call the model this way, because they
+need the outputs at once. In the backward pass, too, each waits for the one before it, so that all ranks use the same
+order.
 """
 
 import functools
@@ -29,7 +30,7 @@ class VirtualStages:
 
         Args:
             base: the language model.
-            modules: of each virtual stage, the children of `base` to run in place of its own.
+            modules: for each virtual stage, the children of `base` to run in place of its own.
         """
         self.active: int | None = None
         self.previous: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The tokens that a model has."""
+"""The vocabulary of a model."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,7 +7,7 @@ from rlpack.models.errors import ModelError
 
 
 def check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
-    """Raise unless a model says how many tokens it has, and has as many as the tokenizer.
+    """Raise unless a model's number of tokens is known and at least the tokenizer's.
 
     Args:
         model: with or without weights.
@@ -35,7 +35,7 @@ def input_embedding(model: PreTrainedModel) -> nn.Embedding:
     """Return the embedding of a model's tokens.
 
     Raises:
-        ModelError: the model names none.
+        ModelError: the model has none that transformers can find.
     """
     try:
         embedding = model.get_input_embeddings()

@@ -16,8 +16,8 @@ _BLOCK_BYTES = 64 * 2**20
 class WeightFiles:
     """The tensors of several safetensors files by name.
 
-    Files are read with `pread` where safetensors can (0.8 and later): pages of a mapped file would count as memory of
-    the process, and stay.
+    Files are read with `pread` where safetensors supports it (0.8 and later), because pages of a mapped file would
+    count as memory of the process and stay resident.
 
     Attributes:
         shapes: shape of each tensor, from the files' headers.
@@ -48,9 +48,9 @@ class WeightFiles:
         """Copy a part of a tensor into `part`, cast to its dtype.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             part: on any device; its shape is that of the part.
-            offsets: of the part in the tensor, by axis.
+            offsets: where the part begins in the tensor, by axis.
         """
         if part.numel() == 0:
             return

@@ -1,4 +1,4 @@
-"""Pieces in which the ranks that share a large weight gather it, computed alike on every rank.
+"""Pieces in which the ranks that share a large weight gather it, computed identically on every rank.
 
 Each rank has one block of the weight. In a step every rank sends the same piece of its block, and the blocks' pieces
 that lie side by side are joined into whole rows.
@@ -24,7 +24,7 @@ class Step:
     """One step of a gather.
 
     Attributes:
-        piece: what each rank sends of its block; blocks may be smaller than the largest one, and pieces likewise.
+        piece: the part of the largest block that is sent; ranks with smaller blocks may send less.
         places: what arrives, with the blocks that are in each place.
     """
 
@@ -37,8 +37,9 @@ class PiecePlan:
     """The steps that gather one weight.
 
     Attributes:
-        blocks: of all ranks, in the order in which the results of nested gathers are, the last mesh dimension outside.
-        block_shape: that of the largest block.
+        blocks: blocks of all ranks, in the order of the results of nested gathers, with the last mesh dimension
+            outermost.
+        block_shape: shape of the largest block.
         steps: in order.
     """
 
@@ -85,7 +86,7 @@ def part_of(block: Place, piece: Place) -> Place:
 
 
 def _places(blocks: list[Place], piece: Place) -> Iterator[tuple[Place, list[int]]]:
-    """Yield the places that the same piece of all blocks fills, with the blocks of each; none that is empty."""
+    """Yield the non-empty places that the same piece of all blocks fills, with the blocks of each."""
     members: dict[tuple[tuple[int, int], ...], list[int]] = {}
     parts = [part_of(block, piece) + block[len(piece) :] for block in blocks]
     joined = 1 if len(piece) == 1 else None  # blocks with the same rows have whole rows together

@@ -1,4 +1,4 @@
-"""What the ranks that share the weights of each layer exchange (`rlpack.models.tensor_parallel`), differentiable.
+"""Differentiable exchanges between the ranks that share each layer's weights (`rlpack.models.tensor_parallel`).
 
 Letters: T slots of a row, t = T / ranks, d hidden size, V vocabulary size.
 """
@@ -27,8 +27,8 @@ class VocabularyPart:
 
     Attributes:
         group: the ranks that share the vocabulary.
-        start: first token of this rank's.
-        most: largest number of tokens of a rank.
+        start: first token of this rank.
+        most: largest number of tokens of any rank.
     """
 
     group: dist.ProcessGroup
@@ -67,7 +67,7 @@ class WeightSplit:
         """Return the states of all tokens: [1, t, d] to [1, T, d].
 
         Args:
-            states: of this rank's tokens; of all tokens without sequence parallelism.
+            states: states of this rank's tokens, or of all tokens without sequence parallelism.
             summands: whether the gradients of the ranks are summands, because each uses the result with its own part
                 of weights, rather than equal.
         """
@@ -95,7 +95,7 @@ class WeightSplit:
         return _mapped(logits, forward, lambda gradient: gradient[..., start:stop].contiguous())
 
     def block(self, size: int) -> tuple[int, int]:
-        """Return this rank's part of an axis, as `torch.chunk` cuts it: from, and up to."""
+        """Return the start and end of this rank's part of an axis, as `torch.chunk` cuts it."""
         most = -(-size // self.num_ranks)
         return min(self.rank * most, size), min((self.rank + 1) * most, size)
 

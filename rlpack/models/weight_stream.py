@@ -1,4 +1,4 @@
-"""Weights out of and into a model, one bucket at a time.
+"""Gather a model's weights, or copy weights into a model, one bucket at a time.
 
 Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/test_weight_stream.py):
 
@@ -83,7 +83,7 @@ class WeightStream:
         """Return one bucket, whole tensors on the CPU by their names; a collective.
 
         Args:
-            index: of the bucket.
+            index: index of the bucket.
             keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
             copy: False returns the model's tensors themselves where they are already whole, on the CPU and of the
                 stream's dtype; read them before the model changes.

@@ -22,7 +22,7 @@ class WeightView:
     """A tensor that is a part of a weight.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         starts: where the part begins, along each axis of the weight.
         axes: the weight's axis for each of the tensor's; None for an axis of size 1 that the weight doesn't have.
     """
@@ -35,8 +35,8 @@ class WeightView:
         """Return the entries of the tensor that are in a place of the weight, and where; None if none is.
 
         Args:
-            place: of the weight.
-            values: what is in that place.
+            place: a place in the weight.
+            values: the values in that place.
         """
         ends = list(self.starts)
         for axis in range(len(ends)):
