@@ -121,8 +121,8 @@ class ActorWorker(SteppedRole):
         """Return `advantages` f32 [T]: the sum of the rewards from each token on, 0 outside valid responses.
 
         The reward of a token is -kl_coef times its KL estimate; the last token also gets the response's reward
-        (REINFORCE++, Hu et al. 2025, arXiv:2501.03262). This is generalized advantage estimation without values, with γ
-        = λ = 1. `return_sum` and `return_squares`, f64 [B], are sums over each row's tokens of the returns minus
+        (REINFORCE++, Hu et al. 2025, arXiv:2501.03262). This is generalized advantage estimation without values, with
+        γ = λ = 1. `return_sum` and `return_squares`, f64 [B], are sums over each row's tokens of the returns minus
         `pivot`, and of their squares.
 
         Args:

@@ -36,7 +36,8 @@ class RewardWorker(Worker):
     ) -> None:
         """Start the processes that load the reward functions; they can't read the paths in `hidden`.
 
-        `of_sets` maps evaluation sets to their rewards; the processes of a set start when its first rows arrive.
+        `of_sets` maps names of evaluation sets to their `reward` sections; the processes of a set start when its first
+        rows arrive.
         """
         super().__init__(context)
         self._hidden, self._of_sets, self._set_scorers = hidden, of_sets, dict[str, RewardScorer]()

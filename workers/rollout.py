@@ -168,7 +168,7 @@ class RolloutWorker(Worker):
     def sleep(self) -> tuple[int, int]:
         """Put the engine to sleep; it frees GPU memory, and can't generate until it is woken or gets new weights.
 
-        An engine that has failed, or that dies or hangs during this call, is killed, since other roles need its memory.
+        An engine that has failed, or that dies or hangs during this call, is closed, since other roles need its memory.
         It is replaced later.
 
         Returns:
@@ -197,7 +197,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def replace_failed_engine(self) -> bool:
-        """Start a new engine if this rank's can't respond any more; weights have to be published to it next.
+        """Start a new engine if this rank's engine can no longer be used; weights have to be published to it next.
 
         Returns:
             Whether a new engine was started.
@@ -298,7 +298,10 @@ class RolloutWorker(Worker):
         return gap
 
     def _use_weights(self, expected: Tensor, token_ids: Tensor, version: int) -> float:
-        """Apply the weights that arrived and check the canary; return its gap; arguments, errors as for `publish`."""
+        """Apply the weights that arrived, check the canary and return its gap.
+
+        Arguments and errors are the same as for `publish`.
+        """
         with self._received.complete(version):
             self._engine.finish_update()
         logprobs = self._engine.logprobs(token_ids)

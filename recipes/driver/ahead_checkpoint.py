@@ -73,7 +73,7 @@ def check_late_window(session: Session, folder: Path, number: int) -> None:
 
 
 def check_prompts_per_step(config: Config, folder: Path, saved: int) -> None:
-    """Raise if prompts would be trained on twice or never, because a batch doesn't begin where the last one ends.
+    """Raise if prompts would be trained on twice or never, because a batch doesn't begin where the one before it ends.
 
     Raises:
         CheckpointError: `trainer.prompts_per_step` has changed.

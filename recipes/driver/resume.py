@@ -1,4 +1,4 @@
-"""Resuming: find the checkpoint to continue from, and refuse to resume over changed datasets."""
+"""Resuming: find the checkpoint to continue from, and refuse one whose datasets have changed."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path

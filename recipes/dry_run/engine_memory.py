@@ -26,7 +26,7 @@ class EngineMemory:
     """The bytes of an engine on each device of a rank.
 
     Attributes:
-        weights: weights, which it always has.
+        weights: bytes of its weights, which it has at all times unless it sleeps.
         cache: additional bytes while it generates.
         host: bytes that it moves to host memory while it sleeps.
         sleeps: whether it frees weights and cache while other roles work.

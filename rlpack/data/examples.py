@@ -131,7 +131,7 @@ def overlong_demonstration_error(
 def check_demonstration_length(
     example: Example, max_tokens: int, longest_token: int, section: str = "batching"
 ) -> None:
-    """Raise if a demonstration has more than `max_tokens` tokens with any tokenizer.
+    """Raise if a demonstration has so many characters that it must exceed `max_tokens` tokens.
 
     Args:
         example: an example with a demonstration.
@@ -164,7 +164,7 @@ def characters(examples: Iterable[Example]) -> str:
 
 
 def check_length(example: Example, name: str, max_tokens: int, longest_token: int) -> None:
-    """Raise if a prompt has more than `max_tokens` tokens with any tokenizer.
+    """Raise if a prompt has so many characters that it must exceed `max_tokens` tokens.
 
     Tokenizing a prompt of several megabytes takes minutes; counting its characters is immediate.
 

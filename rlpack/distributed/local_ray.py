@@ -64,7 +64,7 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
-    # Ray lowers its workers' priority, so that other programs on this machine would slow a run down.
+    # Ray lowers its workers' priority; other programs on this machine would then slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # The GCS keeps the states of the last 100,000 calls, 100 kB a step, for a dashboard that a local run doesn't have.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")

@@ -1,6 +1,6 @@
 """The actors of one pool: they are started, build roles, and are ended or started again together.
 
-Waiting for them takes deadlines and typed errors, so `RayRanks` passes a function for that.
+Waiting for them needs deadlines and typed errors, so `RayRanks` passes in a function for that.
 """
 
 import logging

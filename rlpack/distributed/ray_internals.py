@@ -1,7 +1,7 @@
 """The private names of Ray that rlpack uses, each with a fallback for versions of Ray that lack it.
 
 Private names come and go between Ray's versions. Names are looked up when they are used, so a missing one affects at
-most the feature that needs it. The only others are in `rlpack.distributed.jobs.upload`.
+most the feature that needs it. The only other private names are in `rlpack.distributed.jobs.upload`.
 """
 
 import importlib

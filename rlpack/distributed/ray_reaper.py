@@ -1,9 +1,9 @@
 """Ends the remaining processes of a run's Ray: a script that outlives the driver, which may be killed at any moment.
 
 Ray's daemons end with their driver. What they started may not: agents hang in a report to a daemon that is gone, and a
-stopped rank notices nothing. Each daemon starts in a separate session (setsid), which contains everything that it
-starts, whatever process titles they take. Once the driver has ended or has stopped Ray, this script deletes the token
-of the run, waits a moment, and kills all processes of these sessions.
+stopped rank notices nothing. Each daemon starts in a separate session (setsid). All processes that it starts stay in
+this session, whatever titles they take. Once the driver has ended or has stopped Ray, this script deletes the token of
+the run, waits a moment, and kills all processes of these sessions.
 
 Ray ends a driver without a message if the object store, a part of the raylet, ends while the driver uses it. This
 script finds that in the log that Ray keeps of the driver, and reports it on standard error and in the run's log.

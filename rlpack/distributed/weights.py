@@ -179,8 +179,8 @@ class WeightChannel(Generic[S, T]):
     def publish_again(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor) -> float:
         """Load the weights into all engines under the version that they have, for engines that were replaced.
 
-        The source's weights must not have changed since the last `publish`, unless that one's were kept. Arguments and
-        errors are the same as for `publish`; an engine that fails the canary is an error.
+        The source's weights must not have changed since the last `publish`, unless the published ones were kept.
+        Arguments and errors are the same as for `publish`; an engine that fails the canary is an error.
         """
         self.agree()
         relays = self._relays(canary, self.version, may_replace=False)

@@ -234,7 +234,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
 
 
 def _narrow(states: Tensor, part: slice) -> Tensor:
-    """Return part of axis 2; if that is all of it, skip the slice, whose backward would fill and add zeros."""
+    """Return part of axis 2; if that is all of it, skip the slice, whose backward would fill zeros and add to them."""
     whole = (part.start, part.stop) == (0, states.shape[2])
     return states if whole else states[:, :, part]
 

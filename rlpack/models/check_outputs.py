@@ -17,7 +17,7 @@ from rlpack.models.parallel import reshard
 # Allowed rounding differences from the outputs of other kernels, or of the same on parts of rows, relative to the
 # largest output; a leak, a lost mask or a wrong position is orders of magnitude larger.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# Limits on a batch of rows that are scored alone: tokens, which have logits, and entries of their attention.
+# Limits on rows that are scored alone at a time: their tokens, each with its logits, and entries of their attention.
 _MAX_TOKENS, _MAX_ATTENTION = 512, 2**20
 
 

@@ -229,7 +229,7 @@ def _check_full(
     packed: bool,
     routed: bool,
 ) -> None:
-    """Check a full microbatch: each row equals the row alone, and even and odd rows are independent.
+    """Check a full microbatch: rows have the outputs that they have alone, and even and odd rows are independent.
 
     Among many tokens, some are always tied between two experts. With routed experts, an error therefore counts only if
     the same row has one in every draw.

@@ -48,7 +48,7 @@ class OutputMap:
 def measure_output_map(model: PreTrainedModel, head: nn.Linear) -> OutputMap:
     """Return the map that a model applies around its output layer.
 
-    On the meta device, where nothing can be measured, it is the identity.
+    On the meta device, where nothing can be measured, it is the default map, which has no scales and no cap.
 
     Args:
         model: with its weights, not sharded; its training mode is restored.
@@ -140,7 +140,7 @@ def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> 
 
 
 def _unmeasured(model: PreTrainedModel) -> OutputMap:
-    """Return the identity for a model that can't be measured; raise if its config scales logits."""
+    """Return the default map for a model that can't be measured; raise if its config scales or caps logits."""
     settings = model.config.get_text_config().to_dict()
     for name in _LOGIT_SCALES:
         if settings.get(name) not in {None, 1}:

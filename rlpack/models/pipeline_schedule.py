@@ -98,7 +98,7 @@ def forward_turns(microbatches: Iterable[T], place: PipelinePlace | None) -> Ite
     """Yield microbatches and virtual stages in the order of passes without gradients.
 
     On the last virtual stage, microbatches keep their order. A rank that has sent a microbatch continues with the next
-    one, so without virtual stages all of them do.
+    one, so without virtual stages every rank keeps it.
 
     >>> from types import SimpleNamespace
     >>> list(forward_turns("abc", SimpleNamespace(rank=0, num_stages=2, num_virtual=2)))

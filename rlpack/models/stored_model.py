@@ -129,7 +129,7 @@ class StoredModel:
 def _tie_equal_weights(
     model: PreTrainedModel, files: WeightFiles, conversions: list[Conversion], made: set[str]
 ) -> None:
-    """Tie weights that the files store twice; transformers' loader can't tell that they are equal without values."""
+    """Tie weights that the files store twice with equal values, which transformers' loader can't see without values."""
     sources = {item.first: item.source for item in conversions if item.converter is None}
     for target, source in list(model.all_tied_weights_keys.items()):
         if not {target, source} <= made:

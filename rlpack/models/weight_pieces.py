@@ -24,7 +24,8 @@ class Step:
     """One step of a gather.
 
     Attributes:
-        piece: the part of the largest block that is sent; ranks with smaller blocks may send less.
+        piece: the part that each rank sends of its block, as a place in the largest block; a smaller block may have
+            less of it.
         places: what arrives, with the blocks that are in each place.
     """
 

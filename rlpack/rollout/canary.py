@@ -6,10 +6,10 @@ side.
 
 Two differences are bounded: the largest of any token, and the mean over tokens, whose rounding errors vary less.
 Rounding grows with the spread of the log-probs, so both are also bounded by a share of the log-probs' standard
-deviation, which depends on the model. The first publication of a process only has to meet the bounds for any model of
-its dtypes (`TOLERANCES`), and measures this share. Later publications may differ by four times as much (`calibrated`).
-Their bounds are never below `CanaryTolerance.least`, which exceeds the rounding in every model and state that was
-measured, and never above the bounds for any model.
+deviation. How large that share is depends on the model. The first publication of a process only has to meet the bounds
+for any model of its dtypes (`TOLERANCES`), and measures the share. Later publications may differ by four times as much
+(`calibrated`). Their bounds are never below `CanaryTolerance.least`, which exceeds the rounding in every model and
+state that was measured, and never above the bounds for any model.
 
 Rounding was measured with the trainer's forward pass against vLLM's and the `hf` engine's: Qwen2, Qwen3, Llama, Gemma 3
 and Qwen3-MoE (2 layers, hidden size 128, 68 tokens), tied and untied in fp32, untied in bf16; new models with an

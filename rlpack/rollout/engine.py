@@ -152,7 +152,7 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def abort(self, keys: Sequence[int] | None = None) -> None:
-        """Abort the rows in flight with these keys, by default all, and drop their results."""
+        """Abort the rows in flight with these keys, by default all; callers ignore results that still arrive."""
         ...
 
     def interrupt(self) -> None:

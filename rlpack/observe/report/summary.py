@@ -45,7 +45,7 @@ class SummaryRow:
 def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     """Return rewards, held-out losses, wasted slots, steps and time.
 
-    Rewards are the first and the last value. Wasted slots are those with padding and those with the run's batching.
+    Rewards are the first and the last value. Wasted slots are those of padded rows and those of the run's batching.
     """
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
     value_format = mean_reward_format(is_accuracy=are_accuracies(records))

@@ -222,7 +222,7 @@ def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarr
 
 
 def setups(ranks: int, leads: tuple[int, ...]) -> Iterator[Setup]:
-    """Yield the setups for a number of ranks: for lead 0, all ranks alternate; for others, the ranks are split."""
+    """Yield the setups for a number of ranks: with lead 0, all ranks take turns at both tasks; else they are split."""
     for lead in leads:
         if lead == 0:
             yield Setup(0, "drain", ranks, ranks)

@@ -18,7 +18,7 @@ from rlpack.rollout.layout_check import weights_and_buffers
 
 @contextmanager
 def initial_weights(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the model's folder or hub name; a new model is built and written to a folder, the same for all engines."""
+    """Yield the model's folder or hub name; a new model is built and written, with equal weights for every engine."""
     if model.path is not None:
         yield model.path
         return

@@ -101,7 +101,10 @@ class RowRequests:
             return rows
 
     async def cancel(self, keys: Sequence[int] | None = None) -> None:
-        """Cancel rows, by default all: abort their requests in vLLM, and return no results for them."""
+        """Cancel rows, by default all, and abort their requests in vLLM.
+
+        Results that are there already are dropped if all rows are cancelled, and otherwise still returned.
+        """
         tasks = {task for key, task in self._tasks.items() if keys is None or key in set(keys)}
         for task in tasks:
             task.cancel()
