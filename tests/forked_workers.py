@@ -5,7 +5,7 @@ standard streams to a server, which forks a process that runs `default_worker.py
 fork and ends with it; if it is killed, the server kills the fork. So whatever looks for the raylet's children, or ends
 them, finds or ends the forks. The server has not imported Ray, which reads the environment once.
 
-Set RLPACK_TEST_RAY_WORKERS=1 to run the tests with workers that Ray starts itself.
+Set RLPACK_TEST_RAY_WORKERS=1 to run the tests, apart from the fault matrix, with workers that Ray starts itself.
 """
 
 import atexit
@@ -84,8 +84,8 @@ def forked_workers(address: str, *, log_monitor: bool = True) -> Iterator[None]:
     """Let the Ray that this process starts in this block fork its workers.
 
     Args:
-        address: of the server.
-        log_monitor: false, start without Ray's log monitor, so that no output of workers reaches the driver.
+        address: address of the server.
+        log_monitor: whether to start Ray's log monitor, without which no output of workers reaches the driver.
     """
     from unittest.mock import patch  # not above, since each waiting process would import it
 
