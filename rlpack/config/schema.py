@@ -145,7 +145,7 @@ class Algorithm(Section):
     kl_placement: Literal["loss", "reward"] = Field(
         default="loss",
         description="Whether the KL term is added to the loss or subtracted from the rewards: of each token under "
-        "recipe=ppo and advantage=reinforce_pp, else of the response.",
+        "recipe=ppo or algorithm.advantage=reinforce_pp, else of the response.",
     )
     kl_target: Positive | None = Field(
         default=None, description="Target KL of a response, in nats, for an adaptive kl_coef; null keeps kl_coef fixed."

@@ -15,7 +15,7 @@ from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_config, tiny_tokenizer
-from tests.forked_workers import forked_workers, shared_server
+from tests.forked_workers import forked_workers, shared_servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def role_config(request: pytest.FixtureRequest) -> Config:
 @pytest.fixture(scope="module")
 def cluster(role_path: Path, role_config: Config) -> Iterator[Cluster]:
     """Return the cluster on which the roles of `groups` run; its workers have their imports when they start."""
-    workers = shared_server()
+    workers = shared_servers()
     with nullcontext() if workers is None else forked_workers(workers), Cluster(role_config.placement) as cluster:
         yield cluster
 

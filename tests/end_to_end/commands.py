@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +21,7 @@ import rlpack
 from rlpack.cli.main import main
 from rlpack.user_code import exit_now
 from tests.fork_server import environment, fork_context
-from tests.forked_workers import ADDRESS, forked_workers, shared_server
+from tests.forked_workers import ADDRESS, forked_workers, shared_servers, worker_of
 
 ROOT = Path(rlpack.__file__).parents[1]
 DEADLINE_S = 240.0
@@ -106,6 +106,9 @@ def _stack(process: psutil.Process) -> str:
     """Return the title and the stacks of a process."""
     tool = Path(sys.executable).with_name("py-spy")
     try:
+        if (address := process.environ().get(ADDRESS)) is not None:
+            with suppress(OSError, ValueError):  # not one that waits for a worker
+                process = psutil.Process(worker_of(process.pid, address))
         title = " ".join(process.cmdline())[:120]
         if not tool.exists() or not process.name().startswith(("python", "ray::", "pt_")):
             return f"{process.pid} {title}"
@@ -154,7 +157,8 @@ def started_words(
     mark = secrets.token_hex(8)
     own = [str(place) for place in [ROOT, *path]]
     variables = environment() | {"PYTHONPATH": os.pathsep.join(own), MARK: mark, "WANDB_SILENT": "true"}
-    if forks_workers and (workers := shared_server()) is not None:
+    variables.pop(ADDRESS, None)  # of a Ray that this process runs
+    if forks_workers and (workers := shared_servers()) is not None:
         variables[ADDRESS] = workers
     process = fork_context().Process(
         target=_run_command, args=(folder, words, [*own, *_IMPORT_PATH, str(folder)], variables, mark)

@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
 from tests.faults.table import FAULTS, LAYOUTS, PHASES, RANKED, ROLES, Case, cases, reason_against
-from tests.forked_workers import worker_server
+from tests.forked_workers import worker_servers
 
 # Of a run with faults; the last is undisturbed, since a role that isn't called any more isn't started again.
 STEPS = 4
@@ -39,7 +39,7 @@ class Runs:
     """Runs with faults, and the undisturbed ones that they are compared with."""
 
     def __init__(self, folder: Path, workers: str | None = None) -> None:
-        """Keep the runs in a folder; `workers` is the address of a server that forks Ray's workers, if any."""
+        """Keep the runs in a folder; `workers` is the folder of the servers that fork Ray's workers, if any."""
         self.folder = folder
         self._workers = workers
         self._numbers = count()
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
     findings: dict[Case, Finding] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as folder, ExitStack() as stack:
-        runs = Runs(Path(folder), stack.enter_context(worker_server()))
+        runs = Runs(Path(folder), stack.enter_context(worker_servers()))
 
         def find(batch: list[Case]) -> dict[Case, Finding]:
             return runs.find(batch) if time.monotonic() - began < options.seconds else {}

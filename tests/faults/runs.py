@@ -100,7 +100,7 @@ def started(
         overrides: of `rlpack train`.
         access: the environment that a cluster asks for. Ray reads it once, as it is imported: so such a run has a new
             process, and not one of the fork server's.
-        workers: the address of a server that forks Ray's workers; None for those that Ray starts.
+        workers: the folder of the servers that fork Ray's workers; None for workers that Ray starts.
     """
     (folder / "orders").mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(8)

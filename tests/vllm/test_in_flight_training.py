@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(tmp_path: Path):
     # The recipe is GRPO that records what it trains on. `benchmarks/in_flight_kills.py` kills more often.
     words = (*OVERRIDES, "recipe.target=benchmarks.ledger", "algorithm.kl_coef=0", "seed=1", "resume=auto")
     for step in KILLED_AT:
-        with started(tmp_path, *words, ranks=1) as command:
+        with started(tmp_path, *words, ranks=1, forks_workers=False) as command:
             command.wait_for("train", step)
             until(lambda run_dir=command.run_dir: bool(committed(run_dir, "train")), DEADLINE_S)
             command.process.kill()
@@ -103,7 +103,7 @@ def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_th
         *("trainer.late_groups.window=3", "trainer.late_groups.share=0.5"),
         *("trainer.lead=1", "rollout.max_new_tokens=64"),  # so that steps wait for responses
     )
-    with started(tmp_path, *words, ranks=1) as command:
+    with started(tmp_path, *words, ranks=1, forks_workers=False) as command:
         command.wait_for("train", 5)
         until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
         command.process.kill()

@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Command:
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """Kill a run's driver once its second step is logged, and run it to its end."""
     folder: Path = tmp_path_factory.mktemp("resumed")
-    with started(folder, *OVERRIDES) as command:
+    with started(folder, *OVERRIDES, forks_workers=False) as command:
         command.wait_for("train", STEPS - 1)
         until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
         command.process.kill()
