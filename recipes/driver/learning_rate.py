@@ -8,8 +8,8 @@ from rlpack.config.sections.optimization import Optimizer
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     """Return the learning rate of all optimizer steps in a recipe's step.
 
-    Let w be `warmup_steps` and f `min_lr_ratio`. During warm-up the rate is step / (w + 1) of the peak, so step w + 1
-    has the peak rate. From there on, the fraction of the peak is a function of p = (step - w - 1) / (steps - w); the
+    Let w be `warmup_of(steps)` and f `min_lr_ratio`. During warm-up the rate is step / (w + 1) of the peak, so step w +
+    1 has the peak rate. From there on, the fraction of the peak is a function of p = (step - w - 1) / (steps - w); the
     linear and cosine schedules would reach f one step after the last.
 
     - constant: 1
@@ -25,7 +25,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     >>> [round(learning_rate(settings, step, 5), 3) for step in (1, 2, 3, 4, 5, 6)]
     [0.5, 1.0, 0.868, 0.55, 0.232, 0.1]
     """
-    warmup = settings.warmup_steps
+    warmup = settings.warmup_of(steps)
     if step <= warmup:
         return settings.learning_rate * step / (warmup + 1)
     if settings.schedule == "constant":

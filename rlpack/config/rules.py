@@ -126,9 +126,14 @@ def _schedule(key: str, optimizer: Optimizer, steps: int | None) -> Iterator[str
             f"{key}.min_lr_ratio is {optimizer.min_lr_ratio:g}, but {key}.schedule is constant, which doesn't decay; "
             f"set {key}.schedule=cosine or linear, or leave {key}.min_lr_ratio=0"
         )
-    if steps is not None and 0 < steps <= optimizer.warmup_steps:
+    if optimizer.warmup_steps > 1 and not optimizer.warmup_steps.is_integer():
         yield (
-            f"{key}.warmup_steps ({optimizer.warmup_steps}) leaves no step of trainer.steps ({steps}) at peak rate; "
+            f"{key}.warmup_steps is {optimizer.warmup_steps:g}; it has to be a whole number of steps, or below 1 the "
+            "fraction of the recipe's steps"
+        )
+    elif steps is not None and 0 < steps <= optimizer.warmup_of(steps):
+        yield (
+            f"{key}.warmup_steps ({optimizer.warmup_steps:g}) leaves no step of trainer.steps ({steps}) at peak rate; "
             f"lower {key}.warmup_steps or raise trainer.steps"
         )
 

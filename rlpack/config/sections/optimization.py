@@ -20,10 +20,10 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate decays over the recipe's steps."
     )
-    warmup_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Steps of linear warm-up; the next step has the peak rate.",
+    warmup_steps: NonNegative = Field(
+        default=0.0,
+        description="Steps of linear warm-up, or below 1 the fraction of the recipe's steps, rounded down; the next "
+        "step has the peak rate.",
     )
     min_lr_ratio: float = Field(
         default=0.0,
@@ -45,6 +45,14 @@ class Optimizer(Section):
         default=(), strict=False, description="Patterns of weights to freeze, such as model.layers.[0-3].*."
     )
     max_grad_norm: Positive = Field(default=1.0, description="Global norm that gradients are clipped to.")
+
+    def warmup_of(self, steps: int) -> int:
+        """Return the steps of warm-up in a recipe of `steps` steps.
+
+        >>> Optimizer(warmup_steps=10).warmup_of(50), Optimizer(warmup_steps=0.25).warmup_of(50)
+        (10, 12)
+        """
+        return int(round(self.warmup_steps * steps, 6)) if self.warmup_steps < 1 else int(self.warmup_steps)
 
 
 class Lora(Section):

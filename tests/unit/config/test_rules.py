@@ -128,6 +128,10 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             "critic.optimizer.warmup_steps (9) leaves no step of trainer.steps (9) at peak rate; lower critic.",
         ),
         (
+            {"actor": {"optimizer": {"warmup_steps": 1.5}}},
+            "actor.optimizer.warmup_steps is 1.5; it has to be a whole number of steps, or below 1 the fraction of",
+        ),
+        (
             {"actor": {"lora": {"rank": 4}, "optimizer": {"freeze": ["a"]}}},
             "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.freeze is set too",
         ),

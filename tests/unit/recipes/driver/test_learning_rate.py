@@ -38,6 +38,11 @@ def test_a_warm_up_rises_in_equal_parts_to_the_peak_and_the_schedule_covers_the_
     assert ramped[4:] == pytest.approx(rates(6, schedule=schedule))
 
 
+@pytest.mark.parametrize(("steps", "fraction", "whole"), [(10, 0.4, 4), (9, 0.5, 4), (100, 0.29, 29), (2, 0.2, 0)])
+def test_a_warm_up_below_one_is_a_fraction_of_the_steps_rounded_down(steps: int, fraction: float, whole: int):
+    assert rates(steps, warmup_steps=fraction) == rates(steps, warmup_steps=whole)
+
+
 def test_a_minimum_ratio_of_one_makes_any_schedule_constant():
     for schedule in ("linear", "cosine"):
         assert rates(5, schedule=schedule, min_lr_ratio=1.0) == pytest.approx([1.0] * 5)
