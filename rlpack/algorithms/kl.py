@@ -27,7 +27,8 @@ def kl_estimate(
     With d = log π - log π_ref (Schulman 2020, http://joschu.net/blog/kl-approx.html): `k1` = d, unbiased, often
     negative; `k2` = d²/2, whose gradient is that of the divergence; `k3` = e^(-d) - 1 + d, unbiased and never
     negative; `abs` = |d|, never negative and biased. Only k3 grows exponentially, at tokens that are much rarer under
-    π: its exponent is clamped at 20 and its value at `bound`, and there is no gradient beyond either.
+    π: its exponent is clamped at 20 and its value at `bound`, and there is no gradient beyond either
+    unless `straight_through` is true. Tokens that are much likelier under π reach the bound, too.
 
     >>> kl_estimate(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), "k3")
     tensor([0.0000, 0.3679])

@@ -136,7 +136,8 @@ class Algorithm(Section):
     )
     k3_bound: Positive | None = Field(
         default=10.0,
-        description="Largest value of k3 at one token, in nats, beyond which it has no gradient; null for none.",
+        description="Largest value of k3 at one token, in nats, beyond which it has no gradient (with "
+        "kl_straight_through, k2's); null for none.",
     )
     kl_straight_through: bool = Field(
         default=False,

@@ -95,6 +95,8 @@ def _unread_keys(config: Config) -> Iterator[str]:
     if algorithm.advantage != "group_relative" and ":" not in algorithm.advantage:  # a user's function may take them
         why = f"algorithm.advantage={algorithm.advantage} doesn't use it"
         reasons = {"algorithm.baseline": why, "algorithm.scale": why} | reasons
+    if algorithm.loss != "ppo_clip" and ":" not in algorithm.loss:
+        reasons["algorithm.dual_clip"] = f"algorithm.loss={algorithm.loss} doesn't use it"
     if algorithm.kl_target is None:
         reasons["algorithm.kl_horizon"] = "it needs algorithm.kl_target"
     for name, value in algorithm:

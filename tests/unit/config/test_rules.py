@@ -1,8 +1,10 @@
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlpack.algorithms.registry import LOSSES
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.rules import broken_rules
@@ -360,6 +362,14 @@ def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str,
         validate(VALID | {"recipe": {"target": f"rlpack.recipes.{recipe}"}, "algorithm": algorithm})
     )
     assert text in found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_bound_that_the_loss_does_not_take_is_odd(loss: str):
+    found = config_warnings(validate(VALID | {"algorithm": {"loss": loss, "dual_clip": 3.0}}))
+    assert any("dual_clip is 3 but unused" in text for text in found) is (
+        "dual_clip" not in signature(LOSSES[loss]).parameters
+    )
 
 
 @pytest.mark.parametrize(
