@@ -99,7 +99,7 @@ def load_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, P
     """
     encoded = {}
     for name, dataset in _load_sets(config).items():
-        with naming(name):
+        with naming(config, name):
             encoded[name] = _encode(config, dataset, tokenizer)
     return encoded
 
@@ -109,7 +109,7 @@ def _load_sets(config: Config) -> dict[str, PromptDataset]:
     sets = {}
     for name, of_set in set_configs(config).items():
         data, limit = of_set.data, config.evaluation.sets[name].limit
-        with naming(name):
+        with naming(config, name):
             dataset = _load(of_set, data.validation_source or data.source, data.validation_split)
         if limit is not None and limit < len(dataset):
             rows = sampled_rows(config.seed, len(dataset), limit / len(dataset))

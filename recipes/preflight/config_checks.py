@@ -116,7 +116,7 @@ def _check_sets(
     for name, prompts in sets.items():
         of_set = set_configs(config)[name]
         names = started_roles(of_set)
-        with naming(name):
+        with naming(config, name):
             _check_judge(of_set, names, prompts)
             if "reward" in names:
                 _check_reward(of_set, prompts)

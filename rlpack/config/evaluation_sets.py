@@ -47,16 +47,31 @@ def sources(config: Config) -> Mapping[str, str]:
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Add a set's key to the errors of checks of its configuration."""
+def naming(config: Config, name: str) -> Iterator[None]:
+    """Name a set's own keys in the errors of checks of its configuration.
+
+    The checks know the keys of a run. An error that concerns none of the set's keys starts with the set's name.
+    """
+    one = config.evaluation.sets[name]
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([f"{key_of(name)}: {problem}" for problem in error.problems]) from error
+        raise ConfigError([_with_own_keys(problem, name, one) for problem in error.problems]) from error
     except ValueError as error:
         if len(error.args) != 1:
             raise
-        raise type(error)(f"{key_of(name)}: {error}") from error
+        raise type(error)(_with_own_keys(str(error), name, one)) from error
+
+
+def _with_own_keys(text: str, name: str, one: EvaluationSet) -> str:
+    own = {}
+    if one.reward_function is not None:
+        own = {"reward.function": "reward_function", "reward.arguments": "reward_arguments"}
+    own |= {f"data.validation_{key}": key for key in ("source", "split") if getattr(one, key) is not None}
+    renamed = text
+    for key, new in own.items():
+        renamed = re.sub(rf"\b{re.escape(key)}\b", f"{key_of(name)}.{new}", renamed)
+    return renamed if renamed != text else f"{key_of(name)}: {text}"
 
 
 def evaluation_set_problems(config: Config) -> Iterator[str]:

@@ -82,8 +82,17 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 def _mini_batches(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.shuffle_mini_batches and (trainer.updates_per_batch == 1 or trainer.mini_batch_size is None):
-        key = "updates_per_batch is 1" if trainer.updates_per_batch == 1 else "mini_batch_size is null"
+    if not trainer.shuffle_mini_batches:
+        return
+    size, sequences = trainer.mini_batch_size, trainer.prompts_per_step * trainer.group_size
+    key = None
+    if trainer.updates_per_batch == 1:
+        key = "updates_per_batch is 1"
+    elif size is None:
+        key = "mini_batch_size is null"
+    elif size >= sequences:
+        key = f"mini_batch_size is {size}, the whole batch of {sequences} sequences"
+    if key is not None:
         yield (
             f"trainer.shuffle_mini_batches is true, but trainer.{key}, so there is nothing to shuffle: set "
             "trainer.updates_per_batch to 2 or more and trainer.mini_batch_size to less than a rollout batch, or "

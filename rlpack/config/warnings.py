@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from rlpack.config.ahead_rules import ahead_warnings
+from rlpack.config.batching_warnings import batching_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
@@ -26,6 +27,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
     return [
         *recipe_texts(config, "warnings"),
         *ahead_warnings(config),
+        *batching_warnings(config),
         *_sampling(config),
         *_mini_batches(config, given),
         *_untaught_model(config),
@@ -97,6 +99,8 @@ def _unread_keys(config: Config) -> Iterator[str]:
         reasons = {"algorithm.baseline": why, "algorithm.scale": why} | reasons
     if algorithm.loss != "ppo_clip" and ":" not in algorithm.loss:
         reasons["algorithm.dual_clip"] = f"algorithm.loss={algorithm.loss} doesn't use it"
+    if algorithm.kl_estimator != "k3":
+        reasons["algorithm.k3_bound"] = f"algorithm.kl_estimator is {algorithm.kl_estimator}"
     if algorithm.kl_target is None:
         reasons["algorithm.kl_horizon"] = "it needs algorithm.kl_target"
     for name, value in algorithm:

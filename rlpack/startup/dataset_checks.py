@@ -66,7 +66,7 @@ def check_datasets(config: Config) -> None:
         if is_training:
             num_rows = max(1, round(_rows(config.data, dataset) * config.data.fraction))
     for name, of_set in evaluation_sets.set_configs(config).items():
-        with evaluation_sets.naming(name):
+        with evaluation_sets.naming(config, name):
             check_held_out(of_set)
     if not _has_tokenizer(config):  # otherwise, report prompts that it can't encode first
         check_enough_rows(config, num_rows)

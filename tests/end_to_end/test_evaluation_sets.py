@@ -104,7 +104,7 @@ def test_supervised_recipes_measure_the_loss_of_each_set(folder: Path):
     ("override", "said"),
     [
         ("evaluation.sets.a.source=none.jsonl", "evaluation.sets.a.source is 'none.jsonl', but there is no such file"),
-        ("evaluation.sets.a.reward_function=own_rewards:missing", "evaluation.sets.a"),
+        ("evaluation.sets.a.reward_function=own_rewards:missing", "evaluation.sets.a.reward_function is 'own_"),
         ("evaluation.sets.a.reward_arguments.x=1", "evaluation.sets.a.reward_function is null; set both or neither"),
         ("evaluation.sets.a.limit=0", "evaluation.sets.a.limit"),
         ("evaluation.sets.a.limits=3", "evaluation.sets.a.limits"),
@@ -112,7 +112,7 @@ def test_supervised_recipes_measure_the_loss_of_each_set(folder: Path):
     ],
 )
 def test_a_wrong_set_is_refused_before_anything_starts(folder: Path, override: str, said: str):
-    if said.endswith(": "):  # a column that the set lacks, and the reward needs
+    if override.endswith(":length"):  # a column that the set lacks, and the reward needs
         (folder / "plain.jsonl").write_text('{"prompt": "g"}\n')
         added = ("evaluation.sets.a.source=plain.jsonl", "data.answer_column=answer")
         (folder / "own_rewards.py").write_text(REWARD.replace("answer, bonus", "solution, bonus"))

@@ -64,5 +64,18 @@ def test_a_wrong_set_is_named(keys: dict[str, Any], said: str):
 
 @pytest.mark.parametrize("error", [ConfigError(["x is wrong"]), ValueError("x is wrong")])
 def test_errors_of_a_set_name_it(error: ValueError):
-    with pytest.raises(type(error), match=r"^evaluation\.sets\.math: x is wrong$"), naming("math"):
+    with pytest.raises(type(error), match=r"^evaluation\.sets\.math: x is wrong$"), naming(with_set(), "math"):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"reward_function": OWN}, "evaluation.sets.math.reward_function lacks x, reward.functions.y too"),
+        ({"source": "a.jsonl"}, "evaluation.sets.math: reward.function lacks x, reward.functions.y too"),
+    ],
+)
+def test_errors_name_the_key_that_a_set_has_in_place_of_the_runs(keys: dict[str, str], said: str):
+    with pytest.raises(ValueError) as caught, naming(with_set(**keys), "math"):  # noqa: PT011 (the text is compared below)
+        raise ValueError("reward.function lacks x, reward.functions.y too")
+    assert str(caught.value) == said

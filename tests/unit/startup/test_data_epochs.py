@@ -80,7 +80,14 @@ def test_a_fraction_is_above_0_and_at_most_1(value: Any):
         validate({"model": {"config": {"model_type": "qwen2"}}, "data": {"fraction": value}})
 
 
-@pytest.mark.parametrize("trainer", [Trainer(shuffle_mini_batches=True), Trainer(updates_per_batch=2)])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        Trainer(shuffle_mini_batches=True),
+        Trainer(updates_per_batch=2),
+        Trainer(updates_per_batch=2, prompts_per_step=4, group_size=2, mini_batch_size=8),  # one mini-batch
+    ],
+)
 def test_shuffling_needs_several_passes_and_mini_batches(trainer: Trainer):
     values = trainer.model_dump() | {"shuffle_mini_batches": True}
     with pytest.raises(ConfigError, match=r"shuffle_mini_batches is true, but trainer\..* nothing to shuffle"):
