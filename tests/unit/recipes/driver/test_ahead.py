@@ -201,7 +201,7 @@ def test_a_failed_draw_ends_the_run_once_the_step_before_its_own_is_logged(tmp_p
             raise RoleError("rollout", 0, "generate", "died")
         return engines.draw(session, step)
 
-    session.config.checkpoint.__dict__["every"] = 2
+    session.config.__dict__["checkpoint"] = session.config.checkpoint.model_copy(update={"every": 2})
     with pytest.raises(RoleError, match=r"role rollout, rank 0, in generate, step 3 of train: died"):
         walk(session, AheadQueue(session, draw), engines)
     assert session.progress.step == 2

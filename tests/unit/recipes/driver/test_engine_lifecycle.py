@@ -128,7 +128,8 @@ class GpuEngine(StreamingHF):
 def colocated(folder: Path, hangs_in: str) -> tuple[Session, list[list[GpuEngine]]]:
     """Return a session with two ranks of which the second one's engine hangs, and the engines of each rank."""
     session = shared_gpus(folder, max_new_tokens=2)
-    session.config.trainer.__dict__ |= {"prompts_per_step": 2, "group_size": 2}
+    trainer = session.config.trainer.model_copy(update={"prompts_per_step": 2, "group_size": 2})
+    session.config.__dict__["trainer"] = trainer  # a copy: configs share their defaults
     model = build_model(session.config.model, session.tokenizer, RankContext(), seed=3, attention_name="sdpa")
     engines: list[list[GpuEngine]] = [[], []]
 

@@ -186,7 +186,7 @@ def test_a_step_trains_while_the_evaluation_before_it_is_under_way(tmp_path: Pat
 @pytest.mark.parametrize("lead", [1, 3])
 def test_every_evaluation_samples_the_weights_of_its_step_and_no_batch_is_staler_for_it(tmp_path: Path, lead: int):
     session = started(tmp_path, steps=STEPS, lead=lead, seed=lead, delay_s=2e-4)
-    session.config.evaluation.__dict__["every"] = 2
+    session.config.__dict__["evaluation"] = session.config.evaluation.model_copy(update={"every": 2})
     published, ledger = {0: 1}, Ledger()
     sampled: dict[int, set[int]] = {}
     overlaps: list[bool] = []
@@ -225,7 +225,7 @@ def run_until_killed(
     """Continue a run, which is killed after a number of moments; return its records, and whether it came to its end."""
     folder.mkdir()
     session = session_with_lead(folder, steps=14, every=2)
-    session.config.checkpoint.__dict__["every"] = 2
+    session.config.__dict__["checkpoint"] = session.config.checkpoint.model_copy(update={"every": 2})
     engines, left = DrainedEngines(session, delay_s=5e-4, seed=moments), [moments]
     if committed:
         session.progress, session.restored, session.evaluations.is_due = committed[-1]
@@ -284,7 +284,7 @@ def test_an_evaluation_that_fails_ends_the_next_step_names_its_own_and_is_repeat
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     session = session_with_lead(tmp_path, steps=4, every=2)
-    session.config.checkpoint.__dict__["every"] = 2
+    session.config.__dict__["checkpoint"] = session.config.checkpoint.model_copy(update={"every": 2})
     engines, failures = DrainedEngines(session), [RoleError("reward", 0, "score", "died")]
 
     @EnginesOnly
@@ -326,7 +326,7 @@ def test_an_evaluation_that_may_call_other_roles_is_waited_for(tmp_path: Path):
 
 def test_an_evaluation_whose_engines_all_fail_ends_the_run_once_their_weights_are_gone(tmp_path: Path):
     session = started(tmp_path, steps=6, lead=1, delay_s=1e-4)
-    session.config.evaluation.__dict__["every"] = 2
+    session.config.__dict__["evaluation"] = session.config.evaluation.model_copy(update={"every": 2})
     begun, dead = threading.Event(), threading.Event()
 
     @EnginesOnly
