@@ -68,10 +68,20 @@ def outcome(actor: ActorWorker, results: list[Any]) -> Outcome:
 def updates(
     mesh: Any, rank: int, cases: list[tuple[Config, list[BatchedDataDict]]], rate: float | None
 ) -> list[Outcome]:
-    """Update a new actor on this rank's shard of each case."""
-    found = []
+    """Update a new actor on this rank's shard of each case.
+
+    With a `rate`, cases that differ only in the loss share an actor, whose first weights each of them restores: most of
+    the time is spent on building models, and plain gradient steps leave no other state.
+    """
+    found, actor, built, first = [], None, None, []
     for config, shards in cases:
-        actor = new_actor(config, rank, mesh.size(), rate=rate)
+        shared = config.model_copy(update={"algorithm": cases[0][0].algorithm})
+        if actor is None or rate is None or shared != built:
+            actor, built = new_actor(config, rank, mesh.size(), rate=rate), shared
+            first = [parameter.detach().clone() for parameter in actor._scorer.policy.parameters()]
+        for parameter, value in zip(actor._scorer.policy.parameters(), first, strict=True):
+            parameter.detach().copy_(value)
+            parameter.grad = None
         found.append(outcome(actor, [actor.train_step(shards[rank], policy_loss(config))]))
     return found
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tests.builders import MODEL, tiny_tokenizer
 from tests.distributed.layouts import ranks
-from tests.distributed.layouts.cases import DEEP, FAMILIES, LAYOUTS, RUNS_ALL, cases_of
+from tests.distributed.layouts.cases import COMBINED, DEEP, FAMILIES, LAYOUTS, RUNS_ALL, cases_of
 from tests.distributed.layouts.truth import batch_with_values, expected
 from tests.distributed.processes import on_ranks
 
@@ -35,7 +35,7 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one" and (RUNS_ALL or name not in COMBINED)])
 def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
     layout: str, classifiers: dict[str, str], tmp_path: Path
 ):

@@ -191,7 +191,7 @@ def built_roles(
 
 @pytest.mark.parametrize(
     ("families", "sizes"),
-    [(BUILT, {"dp_shard": 2}), (BUILT, {"tp": 2}), (BUILT, {"pp": 2}), (BUILT[1:], {"dp_shard": 2, "ep": 2})],
+    [(BUILT, {"dp_shard": 2}), (BUILT[:1], {"tp": 2}), (BUILT[1:], {"pp": 2}), (BUILT[1:], {"dp_shard": 2, "ep": 2})],
 )
 def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(
     tmp_path: Path, families: tuple[str, ...], sizes: dict[str, int]
