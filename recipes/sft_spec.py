@@ -19,7 +19,10 @@ def one_step_per_batch(config: Config) -> Iterator[str]:
 def no_warmup(config: Config) -> Iterator[str]:
     """Refuse a supervised warm-up before supervised fine-tuning."""
     if config.sft_warmup.steps > 0:
-        yield f"sft_warmup.steps is {config.sft_warmup.steps}, but recipe=sft has no warm-up; set sft_warmup.steps=0"
+        yield (
+            f"sft_warmup.steps is {config.sft_warmup.steps} (some presets set it, such as experiment=smoke), but "
+            "recipe=sft has no warm-up; add sft_warmup.steps=0"
+        )
 
 
 SPEC = RecipeSpec(

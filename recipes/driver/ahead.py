@@ -78,7 +78,7 @@ from rlpack.recipes.driver.ahead_checkpoint import (
     check_prompts_per_step,
     write_batches,
 )
-from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, draw_groups
+from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, check_drawn, draw_groups
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
@@ -133,7 +133,7 @@ class AheadQueue:
         """
         assert not self._has_ended, "a step takes a batch of a queue that has ended"
         if not self._lead:
-            return self._draw_batch(self._session, step)
+            return check_drawn(self._draw_batch(self._session, step), self._draw_batch)
         if self._taken is None or self._taken.context.number != step.number:
             self._take_next(step)
         assert self._taken is not None
@@ -312,7 +312,7 @@ class AheadQueue:
             self._session.evaluations.wait()
         try:
             if groups is None:
-                rollouts, score = self._draw_batch(self._session, context)
+                rollouts, score = check_drawn(self._draw_batch(self._session, context), self._draw_batch)
                 scored = score(context, rollouts)
             else:
                 self._draw_groups(self._session, context, groups.add)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,22 @@ class Batch(NamedTuple):
 Draw = Callable[[Session, StepContext], Batch]
 # Draws the batch of a step, and calls a function with whole groups as they end.
 DrawGroups = Callable[[Session, StepContext, Callable[[Batch], None]], None]
+
+
+def check_drawn(drawn: Any, draw: Callable) -> Batch:
+    """Return what a recipe's draw returned, if it is a `Batch`, or a tuple with the same two values.
+
+    Raises:
+        TypeError: it is something else; the message names the function.
+    """
+    if isinstance(drawn, tuple) and len(drawn) == 2 and isinstance(drawn[0], BatchedDataDict) and callable(drawn[1]):
+        return Batch(*drawn)
+    what = f"a tuple of {len(drawn)}" if isinstance(drawn, tuple) else f"a {type(drawn).__name__}"
+    name = f"{draw.__qualname__} of {draw.__module__}" if isinstance(draw, FunctionType) else repr(draw)
+    raise TypeError(
+        f"{name} returned {what}; return Batch(rollouts, score), with a BatchedDataDict and a function that adds "
+        "rewards to it"
+    )
 
 
 def draw_rollouts(session: Session, step: StepContext) -> Batch:

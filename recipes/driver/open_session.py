@@ -23,6 +23,7 @@ from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.reference_policy import check_reference
 from rlpack.recipes.driver.resume import check_same_prompts, checkpoint_to_resume
+from rlpack.recipes.driver.role_groups import RoleGroups
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import cache_splits, load_sets, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
@@ -75,7 +76,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
             check_records(directory, loaded.state["records"])
         names = started_roles(config)
         with _timing_start(run, names):
-            groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
+            groups = RoleGroups(start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model)))
         performance = PerformanceMeter.start(config, groups, model)
         train, test, *others = cache_splits(cluster.store, tokenizer, prompts, held_out, *sets.values())
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)

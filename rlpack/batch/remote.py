@@ -71,6 +71,23 @@ class RemoteColumn:
         kind = "a list" if isinstance(self.empty, list) else str(self._no_values.dtype).removeprefix("torch.")
         return f"RemoteColumn({kind}, {len(self)} rows in {len(self.handles)} payloads)"
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise for methods and attributes of tensors, which a recipe may expect of a column that a role returned.
+
+        Raises:
+            AttributeError: always, with the way out.
+        """
+        if isinstance(self.__dict__.get("empty"), list):
+            what, way_out = "a list", "return a tensor with one value per row from the role"
+        else:
+            what, way_out = "a column with several values per row", "compute with it in a role"
+        column = ", ".join(sorted(set(self.__dict__.get("names", ()))))
+        raise AttributeError(
+            f"{column} is {what}, of which the driver has only the location, so it has no {name!r}; {way_out}",
+            name=name,
+            obj=self,
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         lengths = None if self.lengths is None else self.lengths.numpy()
         empty = to_array(self.empty) if isinstance(self.empty, Tensor) else self.empty

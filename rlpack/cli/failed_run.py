@@ -1,12 +1,14 @@
 """The error that ends a command: its message and its exit code."""
 
 import os
+import sysconfig
 import traceback
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.run_log import current_log
+from rlpack.user_code import describe_exception
 
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.",)
@@ -30,6 +32,8 @@ def print_failure(error: BaseException, command: str = "train") -> None:
         return
     if not _is_ours(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
+        if not _is_ours(error) and (frame := _frame_in_user_code(error)) is not None:
+            print_error(command, f"{frame}: {describe_exception(error)}")
     else:
         place = _place_in_user_code(error)
         print_error(command, str(error) if place is None else f"{place}: {error}")
@@ -47,6 +51,17 @@ def _place_in_user_code(error: BaseException) -> str | None:
         return None
     frame, line = frames[callers[-1]]
     return f"{os.path.relpath(frame.f_code.co_filename)}, line {line}, in {frame.f_code.co_name}"
+
+
+def _frame_in_user_code(error: BaseException) -> str | None:
+    """Return the innermost line outside rlpack, Python's library and installed packages; None if there is none."""
+    installed = tuple(f"{folder}{os.sep}" for folder in set(sysconfig.get_paths().values()))
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        is_ours = f"{module}.".startswith(_OWN_PACKAGES) or module == "__main__"
+        if not is_ours and not file.startswith((*installed, "<")):
+            return f"{os.path.relpath(file)}, line {line}, in {frame.f_code.co_name}"
+    return None
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -107,8 +107,17 @@ class Console:
         return time.monotonic() - self.last_printed_at >= PLAIN_PROGRESS_EVERY_S
 
     def line(self, step: int, phase: LogPhase, metrics: Mapping[str, float], total: int | None = None) -> None:
-        """Print the metrics of one step on one line."""
-        title = f"{TITLES[phase]} {step}" + (f"/{total}" if total else "")
+        """Print the metrics of one step on one line, and those of each set of `evaluation.sets` on one of its own."""
+        self._metrics(f"{TITLES[phase]} {step}" + (f"/{total}" if total else ""), phase, metrics)
+        of_sets: dict[str, dict[str, float]] = {}
+        for key, value in metrics.items():
+            if key.startswith("evaluation/") and key.count("/") == 2:
+                _, name, metric = key.split("/")
+                of_sets.setdefault(name, {})[f"evaluation/{metric}"] = value
+        for name, own in of_sets.items():
+            self._metrics(f"  {name}", phase, own)
+
+    def _metrics(self, title: str, phase: LogPhase, metrics: Mapping[str, float]) -> None:
         text = Text(title.ljust(TITLE_WIDTH), style=STYLES[phase])
         is_accuracy = are_accuracies([metrics])
         noun, held_out_format = "accuracy" if is_accuracy else "reward", mean_reward_format(is_accuracy=is_accuracy)

@@ -117,12 +117,16 @@ def check_enough_rows(config: Config, num_rows: float) -> None:
     Raises:
         ConfigError: names both numbers.
     """
-    prompts = config.trainer.prompts_per_step
+    prompts, fraction = config.trainer.prompts_per_step, config.data.fraction
     if recipe_of(config).generates and prompts > num_rows:
+        rows = "1 row" if num_rows == 1 else f"{num_rows:g} rows"
+        share, way_out = (
+            ("", "add prompts") if fraction == 1 else (f" at data.fraction={fraction:g}", "raise data.fraction")
+        )
         raise ConfigError(
             [
-                f"trainer.prompts_per_step is {prompts}, but {config.data.source} has {num_rows:g} rows to train on; "
-                f"set trainer.prompts_per_step to {num_rows:g} or less, or add prompts"
+                f"trainer.prompts_per_step is {prompts}, but {config.data.source} has {rows} to train on{share}; "
+                f"set trainer.prompts_per_step to {num_rows:g} or less, or {way_out}"
             ]
         )
 

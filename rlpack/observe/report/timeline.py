@@ -40,13 +40,14 @@ class Timeline(NamedTuple):
 
     @classmethod
     def of(cls, processes: Sequence[ProcessSpans]) -> "Timeline | None":
-        """Return the timeline of the last steps; None if no step was recorded."""
+        """Return the timeline of the last steps; None if no step was recorded, or no process but the driver ran."""
         steps = train_steps(processes)[-STEPS:]
         if not steps:
             return None
         begin, end = steps[0].begin_us, steps[-1].end_us
         ranks = [one for one in processes if one.process != DRIVER]
-        return cls(steps, [one for one in ranks if any(s.end_us > begin and s.begin_us < end for s in one.spans)])
+        ranks = [one for one in ranks if any(s.end_us > begin and s.begin_us < end for s in one.spans)]
+        return cls(steps, ranks) if ranks else None
 
     @property
     def window(self) -> Interval:

@@ -148,3 +148,13 @@ def test_the_pickle_of_a_remote_batch_does_not_grow_with_its_tokens():
         remote = InMemoryStore().offload(batch_of([8 * scale] * 64))
         sizes.append(len(pickle.dumps(remote)))
     assert sizes[1] <= 1.01 * sizes[0]
+
+
+def test_a_recipe_that_computes_with_a_column_of_the_ranks_is_told_the_way_out():
+    rows = BatchedDataDict({"input_ids": Ragged.from_rows([[1], [2]], torch.int64), "is_revised": [True, False]})
+    batch = InMemoryStore().offload(rows.union({"note": ["a" * 1000, "b"]}))
+    with pytest.raises(AttributeError, match=r"note is a list, of which .* no 'float'; return a tensor with one value"):
+        batch["note"].float()
+    assert getattr(batch["note"], "float", None) is None
+    with pytest.raises(AttributeError, match=r"input_ids is a column with several values per row, .*'values'; compute"):
+        _ = batch["input_ids"].values

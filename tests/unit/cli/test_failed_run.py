@@ -32,6 +32,23 @@ def test_a_users_own_module_that_misuses_a_batch_is_named_with_its_line(
     del sys.modules["own_recipe_draw"]
 
 
+def test_the_last_line_names_the_line_of_a_users_module_that_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own_recipe_main.py").write_text("import json\n\ndef main(text):\n    return json.loads(text)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    import own_recipe_main  # pyright: ignore[reportMissingImports]
+
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        own_recipe_main.main("[")
+    assert report_failure(raised.value) == RUN_FAILED
+    heard = capsys.readouterr().err.splitlines()
+    assert heard[0].startswith("Traceback")
+    assert heard[-1].startswith("rlpack train: own_recipe_main.py, line 4, in main: JSONDecodeError: Expecting")
+    del sys.modules["own_recipe_main"]
+
+
 def test_wrong_data_have_their_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "lengths.txt").write_text("1\nmany\n")
     with pytest.raises(DataError) as raised:

@@ -151,7 +151,7 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"data": {"prompt_column": " "}}, "data.prompt_column is blank"),
         ({"sft_warmup": {"steps": 5}}, "sft_warmup.steps=5 trains on demonstrations; set data.completion_column, or"),
         ({"recipe": SFT}, "recipe=sft trains on demonstrations; set data.completion_column"),
-        ({"recipe": SFT, "sft_warmup": {"steps": 5}}, "recipe=sft has no warm-up; set sft_warmup.steps=0"),
+        ({"recipe": SFT, "sft_warmup": {"steps": 5}}, "recipe=sft has no warm-up; add sft_warmup.steps=0"),
         (
             {"recipe": SFT, "trainer": {"updates_per_batch": 2}},
             "leave trainer.mini_batch_size=null and trainer.updates_per_batch=1",

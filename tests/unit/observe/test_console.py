@@ -47,6 +47,19 @@ def test_a_held_out_reward_is_an_accuracy_in_percent_only_if_every_reward_is_0_o
     assert "held-out reward 0.500  greedy 0.250" in written.getvalue()
 
 
+def test_each_evaluation_set_has_a_line_of_its_own():
+    console, written = screen()
+    metrics = {"evaluation/reward_sampled": 0.5, "evaluation/graded_rewards": 0.0, "time/step_s": 2.0}
+    of_set = {"evaluation/math/reward_sampled": 0.125, "evaluation/math/graded_rewards": 3.0}
+    console.line(20, "evaluation", metrics | of_set | {"evaluation/other/loss": 1.5})
+    lines = [line.split() for line in written.getvalue().splitlines()]
+    assert lines == [
+        ["evaluation", "20", "held-out", "accuracy", "50.0%", "2.00", "s"],
+        ["math", "held-out", "reward", "0.125"],
+        ["other", "held-out", "loss", "1.500"],
+    ]
+
+
 def test_quarantined_rows_show_only_when_there_are_some() -> None:
     console, written = screen()
     console.line(1, "train", {"reward/quarantined": 0.0})

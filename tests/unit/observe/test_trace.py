@@ -206,6 +206,12 @@ def test_a_run_without_steps_has_no_timeline(tmp_path: Path):
     assert Timeline.of(read_spans(tmp_path)) is None
 
 
+def test_a_step_in_which_only_the_driver_ran_has_no_timeline(run_dir: Path, tmp_path: Path):
+    spans = read_spans(run_dir)
+    assert Timeline.of(spans) is not None
+    assert Timeline.of([one for one in spans if one.process == "driver"]) is None
+
+
 def test_the_command_names_the_file_and_what_it_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     write(run_dir, "a", "main/0", TRAINER, tail='["actor.tra')
     assert main(["trace", str(run_dir)]) == 0

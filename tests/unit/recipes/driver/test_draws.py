@@ -9,7 +9,9 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.recipes.driver import draws
-from rlpack.recipes.driver.draws import Batch, draw_groups
+from rlpack.recipes.driver.draws import Batch, as_scored, check_drawn, draw_groups
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
@@ -34,3 +36,16 @@ def test_rows_of_groups_that_ended_out_of_order_get_their_own_rewards(tmp_path: 
     scored = batches[0].score(step, batches[0].rollouts)
     assert scored["rewards"].tolist() == [float(text) for text in scored["completion"]]
     assert sorted(scored["rewards"].tolist()) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "what"), [(tiny_rollouts([(2, 3)]), "BatchedDataDict"), ((1, 2, 3), "tuple of 3"), (None, "NoneType")]
+)
+def test_a_draw_that_returns_something_else_is_named(drawn: Any, what: str):
+    def draw_twice(session: Session, step: StepContext) -> Any:
+        return drawn
+
+    with pytest.raises(TypeError, match=rf"draw_twice of .* returned a {what}; return Batch\(rollouts, score"):
+        check_drawn(drawn, draw_twice)
+    rollouts = tiny_rollouts([(2, 3)])
+    assert check_drawn((rollouts, as_scored), draw_twice) == (rollouts, as_scored)

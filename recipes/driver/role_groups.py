@@ -1,0 +1,17 @@
+"""The started roles of a run by name."""
+
+from typing import Any, NoReturn
+
+from rlpack.distributed.worker_group import WorkerGroup
+
+
+class RoleGroups(dict[str, WorkerGroup[Any]]):
+    """Worker groups by the name of their role; a name that the run doesn't have is an error that lists those it has."""
+
+    def __missing__(self, role: str) -> NoReturn:
+        """Raise.
+
+        Raises:
+            KeyError: always.
+        """
+        raise KeyError(f"this run has no role {role!r}; it has {', '.join(self)}")
