@@ -38,6 +38,7 @@ from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offloa
 from rlpack.recipes.dry_run.whole_models import bytes_at_start, model_of
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import misfit
+from rlpack.startup.data_epochs import with_steps
 from rlpack.startup.pool_checks import check_machine
 
 # Assumed memory of a GPU where this machine has none, as for `rlpack plan`.
@@ -190,6 +191,7 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
     plans = estimator.plans(config)
     numbers = sum(weight.numel() for weight in estimator.model.parameters())
     show(f"model: {estimator.model.config.model_type}, {numbers / 1e6:,.1f} M parameters")
+    show(run_line(config, len(estimator.prompts)))
     for line in batch_lines(config, estimator.batch(config), plans):
         show(line)
     memory = estimator.memory(config)
@@ -203,6 +205,21 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
     for line in change_lines(memory, list(_changes(config, estimator, memory.excess))):
         show(line)
     return False
+
+
+def run_line(config: Config, num_prompts: int) -> str:
+    """Return the length of a run over `num_prompts` prompts.
+
+    >>> from rlpack.config.schema import Trainer
+    >>> run_line(Config(trainer=Trainer(steps=20, prompts_per_step=3)), 30)
+    'run: 20 steps of 3 prompts, 2 passes over 30 prompts'
+    """
+    trainer = with_steps(config, num_prompts).trainer
+    passes = f"{trainer.steps * trainer.prompts_per_step / num_prompts:.3g}"
+    return (
+        f"run: {trainer.steps} steps of {trainer.prompts_per_step} prompts, {passes} "
+        f"pass{'' if passes == '1' else 'es'} over {num_prompts:,} prompts"
+    )
 
 
 def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:

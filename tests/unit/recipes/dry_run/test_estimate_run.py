@@ -49,6 +49,12 @@ def config(recipe: str = "sft", **sections: Any) -> Config:
     return tiny_config(recipe, **(sizes | sections))
 
 
+def test_the_length_of_a_run_in_passes_is_shown_in_steps(capsys: pytest.CaptureFixture[str]):
+    passes = TRAINER.model_copy(update={"data_epochs": 3})  # 32 prompts, 8 in a step
+    assert main(config("ppo", critic=Critic(), trainer=passes), None, print)
+    assert "run: 12 steps of 8 prompts, 3 passes over 32 prompts\n" in capsys.readouterr().out
+
+
 def gpus(count: int, **options: Any) -> Placement:
     return Placement(pools={"main": Pool(ranks=count, gpus_per_rank=1.0)}, **options)
 
@@ -58,7 +64,7 @@ def test_every_role_with_a_model_is_counted_and_nothing_is_left(capsys: pytest.C
     shown = capsys.readouterr().out
     (header,) = [line for line in shown.splitlines() if line.split() == ["actor", "critic", "reference"]]
     assert header
-    assert "8 prompts" not in shown
+    assert "8 prompts" not in shown.replace("steps of 8 prompts", "")  # a batch is counted in sequences
     assert re.search(r"batch: 32 sequences of \d+ to \d+ tokens", shown)
     assert re.search(r"^actor: 2 ranks \(dp_shard 2\); 2 optimizer steps of \d+ microbatch", shown, re.MULTILINE)
     assert "engine: " in shown
