@@ -43,7 +43,11 @@ def check_drawn(drawn: Any, draw: Callable) -> Batch:
     """
     if isinstance(drawn, tuple) and len(drawn) == 2 and isinstance(drawn[0], BatchedDataDict) and callable(drawn[1]):
         return Batch(*drawn)
-    what = f"a tuple of {len(drawn)}" if isinstance(drawn, tuple) else f"a {type(drawn).__name__}"
+    what = type(drawn).__name__
+    if isinstance(drawn, tuple):
+        what = f"({', '.join(type(value).__name__ for value in drawn)})"
+    while isinstance(draw, partial):
+        draw = draw.func
     name = f"{draw.__qualname__} of {draw.__module__}" if isinstance(draw, FunctionType) else repr(draw)
     raise TypeError(
         f"{name} returned {what}; return Batch(rollouts, score), with a BatchedDataDict and a function that adds "

@@ -6,7 +6,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 
 
 class RoleGroups(dict[str, WorkerGroup[Any]]):
-    """Worker groups by the name of their role; a name that the run doesn't have is an error that lists those it has."""
+    """Worker groups by the name of their role; an unknown name raises an error that lists the run's roles."""
 
     def __missing__(self, role: str) -> NoReturn:
         """Raise.

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.layout_sizes import layout_fits
+from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     gpus_per_rank,
     is_builtin,
@@ -215,11 +216,22 @@ def run_line(config: Config, num_prompts: int) -> str:
     'run: 20 steps of 3 prompts, 2 passes over 30 prompts'
     """
     trainer = with_steps(config, num_prompts).trainer
-    passes = f"{trainer.steps * trainer.prompts_per_step / num_prompts:.3g}"
+    passes = trainer.steps * trainer.prompts_per_step / num_prompts
+    least = "" if recipe_of(config).draws_once else "at least "  # prompts that are discarded are replaced
     return (
-        f"run: {trainer.steps} steps of {trainer.prompts_per_step} prompts, {passes} "
-        f"pass{'' if passes == '1' else 'es'} over {num_prompts:,} prompts"
+        f"run: {_counted(trainer.steps, 'step')} of {_counted(trainer.prompts_per_step, 'prompt')}, "
+        f"{least}{_counted(passes, 'pass', 'passes')} over {_counted(num_prompts, 'prompt')}"
     )
+
+
+def _counted(number: float, singular: str, plural: str | None = None) -> str:
+    """Return a number with its noun.
+
+    >>> _counted(1, "step"), _counted(2000.0, "pass", "passes"), _counted(0.0977, "pass", "passes")
+    ('1 step', '2,000 passes', '0.098 passes')
+    """
+    text = f"{number:,.0f}" if number == int(number) or number >= 100 else f"{number:.2g}"
+    return f"{text} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:

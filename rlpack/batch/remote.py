@@ -11,7 +11,7 @@ same operation on the column itself.
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -71,22 +71,33 @@ class RemoteColumn:
         kind = "a list" if isinstance(self.empty, list) else str(self._no_values.dtype).removeprefix("torch.")
         return f"RemoteColumn({kind}, {len(self)} rows in {len(self.handles)} payloads)"
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise for methods and attributes of tensors, which a recipe may expect of a column that a role returned.
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Raise, as for every use of values that the driver doesn't have.
 
         Raises:
-            AttributeError: always, with the way out.
+            TypeError: always, with the way out.
         """
+        raise TypeError(self._has_no_values())
+
+    def __iter__(self) -> NoReturn:
+        """Raise, as `__getitem__`."""
+        raise TypeError(self._has_no_values())
+
+    if not TYPE_CHECKING:  # type checkers report unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise for methods and attributes of tensors."""
+            raise AttributeError(f"{self._has_no_values()} (.{name})", name=name, obj=self)
+
+    def _has_no_values(self) -> str:
+        """Return the message for a recipe that computes with the column."""
+        names = ", ".join(sorted(set(self.__dict__.get("names", ()))))
+        column = f"the column {names}" if names else "this column"
         if isinstance(self.__dict__.get("empty"), list):
-            what, way_out = "a list", "return a tensor with one value per row from the role"
+            what, way_out = "is a list", "return a tensor with one value per row from the role instead"
         else:
-            what, way_out = "a column with several values per row", "compute with it in a role"
-        column = ", ".join(sorted(set(self.__dict__.get("names", ()))))
-        raise AttributeError(
-            f"{column} is {what}, of which the driver has only the location, so it has no {name!r}; {way_out}",
-            name=name,
-            obj=self,
-        )
+            what, way_out = "has several values per row", "compute with it in a role"
+        return f"{column} {what} and stays on the ranks, so the driver can't use its values; {way_out}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         lengths = None if self.lengths is None else self.lengths.numpy()

@@ -3,6 +3,8 @@
 import os
 import sysconfig
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
@@ -12,6 +14,8 @@ from rlpack.user_code import describe_exception
 
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.",)
+# Folders of installed packages, wherever they are.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def report_failure(error: Exception, command: str = "train") -> int:
@@ -50,18 +54,27 @@ def _place_in_user_code(error: BaseException) -> str | None:
     if not callers or callers[-1] == len(frames) - 1 or f"{names[callers[-1]]}.".startswith(_OWN_PACKAGES):
         return None
     frame, line = frames[callers[-1]]
-    return f"{os.path.relpath(frame.f_code.co_filename)}, line {line}, in {frame.f_code.co_name}"
+    return f"{_relative(frame.f_code.co_filename)}, line {line}, in {frame.f_code.co_name}"
 
 
 def _frame_in_user_code(error: BaseException) -> str | None:
     """Return the innermost line outside rlpack, Python's library and installed packages; None if there is none."""
-    installed = tuple(f"{folder}{os.sep}" for folder in set(sysconfig.get_paths().values()))
+    library = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
         is_ours = f"{module}.".startswith(_OWN_PACKAGES) or module == "__main__"
-        if not is_ours and not file.startswith((*installed, "<")):
-            return f"{os.path.relpath(file)}, line {line}, in {frame.f_code.co_name}"
+        is_installed = file.startswith((*library, "<")) or not _INSTALLED.isdisjoint(Path(file).parts)
+        if not is_ours and not is_installed:
+            return f"{_relative(file)}, line {line}, in {frame.f_code.co_name}"
     return None
+
+
+def _relative(file: str) -> str:
+    """Return the path of a file from the working directory if it is below it, else as it is."""
+    with suppress(OSError, ValueError):  # the directory was deleted, or is on another drive
+        path = os.path.relpath(file)
+        return file if path.startswith(os.pardir) else path
+    return file
 
 
 def _is_ours(error: BaseException) -> bool:

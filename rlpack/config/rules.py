@@ -91,7 +91,7 @@ def _mini_batches(config: Config) -> Iterator[str]:
     elif size is None:
         key = "mini_batch_size is null"
     elif size >= sequences:
-        key = f"mini_batch_size is {size}, the whole batch of {sequences} sequences"
+        key = f"mini_batch_size is {size}, and a rollout batch has only {sequences} sequences"
     if key is not None:
         yield (
             f"trainer.shuffle_mini_batches is true, but trainer.{key}, so there is nothing to shuffle: set "

@@ -184,7 +184,7 @@ def _stopped_error(silence: str, stopped: Mapping[RankCall, int], others: str) -
 
 def _place(trace: str) -> str:
     """Return the last line of a traceback in neither rlpack, an installed package nor the standard library."""
-    ours = [str(Path(__file__).parents[1]), str(Path(__file__).resolve().parents[1])]  # the former may be a link
+    ours = [str(Path(__file__).parents[1]), str(Path(__file__).resolve().parents[1])]  # may be a symbolic link
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]
     return " ({}, line {})".format(*frames[-1]) if frames else ""

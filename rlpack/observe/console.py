@@ -114,8 +114,10 @@ class Console:
             if key.startswith("evaluation/") and key.count("/") == 2:
                 _, name, metric = key.split("/")
                 of_sets.setdefault(name, {})[f"evaluation/{metric}"] = value
+        shown = {name for name, *_ in COLUMNS}
         for name, own in of_sets.items():
-            self._metrics(f"  {name}", phase, own)
+            if not shown.isdisjoint(own):
+                self._metrics(f"  {name}", phase, own)
 
     def _metrics(self, title: str, phase: LogPhase, metrics: Mapping[str, float]) -> None:
         text = Text(title.ljust(TITLE_WIDTH), style=STYLES[phase])

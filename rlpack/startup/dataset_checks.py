@@ -121,7 +121,9 @@ def check_enough_rows(config: Config, num_rows: float) -> None:
     if recipe_of(config).generates and prompts > num_rows:
         rows = "1 row" if num_rows == 1 else f"{num_rows:g} rows"
         share, way_out = (
-            ("", "add prompts") if fraction == 1 else (f" at data.fraction={fraction:g}", "raise data.fraction")
+            ("", "add prompts")
+            if num_rows / fraction < prompts or fraction == 1
+            else (f" at data.fraction={fraction:g}", "raise data.fraction")
         )
         raise ConfigError(
             [

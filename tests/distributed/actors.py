@@ -70,8 +70,8 @@ def updates(
 ) -> list[Outcome]:
     """Update a new actor on this rank's shard of each case.
 
-    With a `rate`, cases that differ only in the loss share an actor, whose first weights each of them restores: most of
-    the time is spent on building models, and plain gradient steps leave no other state.
+    With a `rate`, cases that differ only in the loss share an actor, and each restores its initial weights: most of the
+    time is spent on building models, and plain gradient steps leave no other state.
     """
     found, actor, built, first = [], None, None, []
     for config, shards in cases:
@@ -89,7 +89,7 @@ def updates(
 def gradients(
     mesh: Any, rank: int, cases: list[tuple[Config, list[BatchedDataDict]]], rate: float
 ) -> list[tuple[list[dict[str, float]], dict[str, np.ndarray]]]:
-    """Update a new actor on this rank's shard of each case; return metrics, and gradients as arrays on rank 0.
+    """Do as `updates`; return metrics, and gradients as arrays on rank 0.
 
     Tensors would each take an open file on their way to the test.
     """

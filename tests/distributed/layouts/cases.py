@@ -68,7 +68,7 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 RUNS_ALL = os.environ.get("RLPACK_LAYOUTS") == "all"
 if RUNS_ALL:
     LAYOUTS |= MORE_LAYOUTS
-# Layouts whose parts others of the table have, too: without a request for everything, their gradients aren't compared.
+# Layouts whose parts others of the table have, too: unless RLPACK_LAYOUTS=all, their gradients aren't compared.
 COMBINED = {
     *("replicas2cp2", "replicas2tp2", "replicas2ep2", "pp2replicas2", "replicas2gather2"),
     *("gather4", "dp2gather2", "gather2tp2sp", "gather2ep2", "pp2gather2"),

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.memory_estimate import Size, compare
 
 SIZE = Size(hidden=512, layers=8, tokens=512)
-# A quarter of a minute each. `make test-long` runs the others, whose parts these have.
+# A quarter of a minute each. `make test-long` runs the others.
 NAMES = {"selective", "lora", "dp2", "pp2, vpp2"}
 
 

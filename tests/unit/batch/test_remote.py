@@ -150,11 +150,15 @@ def test_the_pickle_of_a_remote_batch_does_not_grow_with_its_tokens():
     assert sizes[1] <= 1.01 * sizes[0]
 
 
-def test_a_recipe_that_computes_with_a_column_of_the_ranks_is_told_the_way_out():
+def test_a_recipe_that_computes_with_a_column_of_the_ranks_gets_an_error_that_says_what_to_do():
     rows = BatchedDataDict({"input_ids": Ragged.from_rows([[1], [2]], torch.int64), "is_revised": [True, False]})
     batch = InMemoryStore().offload(rows.union({"note": ["a" * 1000, "b"]}))
-    with pytest.raises(AttributeError, match=r"note is a list, of which .* no 'float'; return a tensor with one value"):
+    said = r"column note is a list and stays on the ranks.*; return a tensor with one value per row from the role"
+    with pytest.raises(AttributeError, match=rf"{said} instead \(\.float\)"):
         batch["note"].float()
+    for use in (lambda column: column[0], list, sum):
+        with pytest.raises(TypeError, match=said):
+            use(batch["note"])
     assert getattr(batch["note"], "float", None) is None
-    with pytest.raises(AttributeError, match=r"input_ids is a column with several values per row, .*'values'; compute"):
+    with pytest.raises(AttributeError, match=r"input_ids has several values per row .*; compute with it in a role"):
         _ = batch["input_ids"].values

@@ -55,6 +55,21 @@ def test_without_a_pass_for_old_log_probs_its_budget_is_unused():
     assert found.startswith("actor.forward_batching.max_tokens is set but unused: algorithm.correction.bypass=true")
 
 
+def test_a_key_that_is_unused_for_two_reasons_is_named_once():
+    actor = {"forward_batching": {"pad_to_multiple": 8}}
+    assert len(warnings(actor=actor, batching={"mode": "dynamic"}, algorithm={"correction": {"bypass": True}})) == 1
+
+
+def test_supervised_recipes_use_the_budget_for_the_held_out_loss_whatever_the_correction():
+    found = warnings(
+        recipe={"target": "rlpack.recipes.sft"},
+        data={"completion_column": "solution"},
+        actor={"forward_batching": {"max_tokens": 16384}},
+        algorithm={"correction": {"bypass": True}},
+    )
+    assert not any("forward_batching" in text for text in found)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_the_bound_of_k3_is_unused_by_other_estimators(estimator: str):
     found = warnings(algorithm={"kl_coef": 0.1, "kl_estimator": estimator, "k3_bound": 5.0})

@@ -51,7 +51,8 @@ def test_each_evaluation_set_has_a_line_of_its_own():
     console, written = screen()
     metrics = {"evaluation/reward_sampled": 0.5, "evaluation/graded_rewards": 0.0, "time/step_s": 2.0}
     of_set = {"evaluation/math/reward_sampled": 0.125, "evaluation/math/graded_rewards": 3.0}
-    console.line(20, "evaluation", metrics | of_set | {"evaluation/other/loss": 1.5})
+    empty = {"evaluation/empty/overlong": 3.0}
+    console.line(20, "evaluation", metrics | of_set | empty | {"evaluation/other/loss": 1.5})
     lines = [line.split() for line in written.getvalue().splitlines()]
     assert lines == [
         ["evaluation", "20", "held-out", "accuracy", "50.0%", "2.00", "s"],

@@ -1,6 +1,8 @@
 """Drawn groups and their rewards stay together, in whatever order groups end."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,19 @@ def test_rows_of_groups_that_ended_out_of_order_get_their_own_rewards(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("drawn", "what"), [(tiny_rollouts([(2, 3)]), "BatchedDataDict"), ((1, 2, 3), "tuple of 3"), (None, "NoneType")]
+    ("drawn", "what"),
+    [
+        (tiny_rollouts([(2, 3)]), "BatchedDataDict"),
+        ((1, "a", 2.0), "(int, str, float)"),
+        ((tiny_rollouts([(2, 3)]), None), "(BatchedDataDict, NoneType)"),
+        (None, "NoneType"),
+    ],
 )
 def test_a_draw_that_returns_something_else_is_named(drawn: Any, what: str):
     def draw_twice(session: Session, step: StepContext) -> Any:
         return drawn
 
-    with pytest.raises(TypeError, match=rf"draw_twice of .* returned a {what}; return Batch\(rollouts, score"):
-        check_drawn(drawn, draw_twice)
+    with pytest.raises(TypeError, match=rf"draw_twice of .* returned {re.escape(what)}; return Batch\(rollouts, score"):
+        check_drawn(drawn, partial(draw_twice))
     rollouts = tiny_rollouts([(2, 3)])
     assert check_drawn((rollouts, as_scored), draw_twice) == (rollouts, as_scored)

@@ -9,5 +9,5 @@ def test_a_role_that_the_run_lacks_is_an_error_with_those_it_has():
     groups = RoleGroups(cast(Any, {"actor": 1, "reviser": 2}))
     assert groups["reviser"] == 2
     assert groups.get("critic") is None
-    with pytest.raises(KeyError, match="no role 'revisor'; it has actor, reviser"):
+    with pytest.raises(KeyError, match=r"no role 'revisor'; it has actor, reviser"):
         groups["revisor"]
