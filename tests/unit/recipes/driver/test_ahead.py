@@ -116,6 +116,19 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_token_is_staler_than_th
     assert all(oldest == newest for *_, oldest, newest in taken)  # no batch has tokens of two versions
 
 
+@pytest.mark.parametrize("lead", [0, 1])
+def test_a_draw_that_returns_no_batch_is_named(tmp_path: Path, lead: int):
+    session = session_ahead(tmp_path, steps=1, lead=lead)
+    engines = Engines(session)
+
+    def draw_rows(session: Session, step: StepContext) -> Any:
+        return engines.draw(session, step).rollouts
+
+    queue = AheadQueue(session, draw_rows)
+    with pytest.raises(TypeError, match=r"draw_rows of .* returned BatchedDataDict; return Batch\(rollouts, score\)"):
+        walk(session, queue, engines)
+
+
 def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publications: Any):
     session = session_ahead(tmp_path, steps=3)
     engines = publications(Engines(session))
