@@ -82,7 +82,9 @@ def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[s
     True
     """
     if split not in _SPLITS:
-        raise DataError(f"the built-in task has no split {split!r}; its splits are train and validation")
+        raise DataError(
+            f"the built-in task has no split {split!r}; set data.split or data.validation_split to train or validation"
+        )
     size = task.validation_size if split == "validation" else task.train_size
     prompts = _draw_prompts(split, size, seed, task)
     rng = np.random.default_rng((seed, _SPLITS[split], 1))
