@@ -128,7 +128,8 @@ test-long: $(INSTALLED)
 	$(MAKE) test-vllm-core test-vllm-long
 
 test-layouts: $(INSTALLED)
-	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py
+	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py \
+		tests/distributed/models/test_sharded_loading.py
 
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.matrix $(ARGS)

@@ -48,9 +48,9 @@ def sources(config: Config) -> Mapping[str, str]:
 
 @contextmanager
 def naming(config: Config, name: str) -> Iterator[None]:
-    """Name a set's own keys in the errors of checks of its configuration.
+    """Replace keys of the run by the evaluation set's own in errors that are raised in the context.
 
-    The checks know the keys of a run. An error that concerns none of the set's keys starts with the set's name.
+    An error that names none of them gets the set's key as a prefix.
     """
     one = config.evaluation.sets[name]
     try:

@@ -107,7 +107,7 @@ class Console:
         return time.monotonic() - self.last_printed_at >= PLAIN_PROGRESS_EVERY_S
 
     def line(self, step: int, phase: LogPhase, metrics: Mapping[str, float], total: int | None = None) -> None:
-        """Print the metrics of one step on one line, and those of each set of `evaluation.sets` on one of its own."""
+        """Print a line with the metrics of a step, and a further line for each evaluation set."""
         self._metrics(f"{TITLES[phase]} {step}" + (f"/{total}" if total else ""), phase, metrics)
         of_sets: dict[str, dict[str, float]] = {}
         for key, value in metrics.items():

@@ -49,6 +49,28 @@ def test_the_last_line_names_the_line_of_a_users_module_that_raised(
     del sys.modules["own_recipe_main"]
 
 
+def test_installed_packages_are_not_the_users_code_and_a_deleted_working_directory_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    packages, deleted = tmp_path / "site-packages", tmp_path / "deleted"
+    packages.mkdir()
+    deleted.mkdir()
+    (packages / "some_package.py").write_text("def fail():\n    raise KeyError('weight')\n")
+    (tmp_path / "own_recipe_call.py").write_text("import some_package\n\ndef main():\n    some_package.fail()\n")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    import own_recipe_call  # pyright: ignore[reportMissingImports]
+
+    with pytest.raises(KeyError) as raised:
+        own_recipe_call.main()
+    assert report_failure(raised.value) == RUN_FAILED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"rlpack train: {tmp_path}/own_recipe_call.py, line 4, in main: KeyError: 'weight'"
+    del sys.modules["own_recipe_call"], sys.modules["some_package"]
+
+
 def test_wrong_data_have_their_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "lengths.txt").write_text("1\nmany\n")
     with pytest.raises(DataError) as raised:
