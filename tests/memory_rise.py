@@ -26,8 +26,12 @@ class MemoryRise:
         """Count from here: reset the process's peak."""
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
-        self._before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        self._before = self.current_bytes()
         Path("/proc/self/clear_refs").write_text("5")
+
+    def current_bytes(self) -> int:
+        """Return the memory now."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     @property
     def num_bytes(self) -> int:

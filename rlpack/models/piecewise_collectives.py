@@ -21,7 +21,7 @@ except ImportError:  # PyTorch before 2.13
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 # Maximum size of a piece, summed over the ranks.
-_PIECE_BYTES = 2**24
+_PIECE_BYTES = 2**22
 
 
 def use_pieces(module: FSDPModule, piece_bytes: int = _PIECE_BYTES) -> None:
@@ -77,7 +77,11 @@ class _ReduceScatter(_Pieces):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum all pieces before returning, even if `async_op` is set."""
+        """Sum all pieces before returning, even if `async_op` is set, and free the input.
+
+        FSDP2 reads the input no more, but would keep it until the next unit has its gradients.
+        """
         parts = input_tensor.view(group.size(), -1)
         for piece in self._of(output_tensor, group):
             reduce_scatter_single(output_tensor[piece], parts[:, piece].flatten(), op=op, group=group)
+        input_tensor.untyped_storage().resize_(0)

@@ -65,19 +65,21 @@ def test_a_step_in_pieces_has_the_bits_of_the_stock_collectives(way: str, tmp_pa
 
 
 def peaks(mesh: DeviceMesh, rank: int) -> list[float]:
-    """Return how many MiB the process grows while it gathers 96 MiB, and while it sums as much."""
+    """Return how many MiB the process grows while it gathers 96 MiB, while it sums as much, and from before to after."""
     memory = MemoryRise()
+    before = memory.current_bytes()
     whole, part = torch.ones(24 * MIB), torch.ones(12 * MIB)
     memory.start()
     _AllGather(_PIECE_BYTES)(whole, part, mesh.get_group())
     gathering = memory.num_bytes
     memory.start()
     _ReduceScatter(_PIECE_BYTES)(part, whole, mesh.get_group(), dist.ReduceOp.SUM)
-    return [gathering / MIB, memory.num_bytes / MIB]
+    return [num_bytes / MIB for num_bytes in (gathering, memory.num_bytes, memory.current_bytes() - before)]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process on Linux")
 def test_gloo_copies_no_more_than_pieces(tmp_path: Path):
-    for gathering, summing in on_ranks(tmp_path, 2, peaks):
-        assert gathering < 48  # in one piece, 97
-        assert summing < 48  # in one piece, 98
+    for gathering, summing, left in on_ranks(tmp_path, 2, peaks):
+        assert gathering < 16  # in one piece, 97
+        assert summing < 24  # in one piece, 98
+        assert left < 80  # the sum itself takes 48; with its input, which FSDP2 would keep, 148
