@@ -264,7 +264,8 @@ class RestartablePool(ABC):
         if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
             text = f"the process that held tokens or texts for {call.role}.{call.method} died"
             return RoleError(*producer, call.method, text)
-        waiting = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []  # others answered since
+        # Some may have answered since the failure was noticed.
+        waiting = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []
         unanswered = {ref: earlier[ref] for ref in waiting}
         context = describe_context(call, cause, unanswered, self._submitted.names_in_background())
         return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)

@@ -65,7 +65,7 @@ def test_a_step_in_pieces_has_the_bits_of_the_stock_collectives(way: str, tmp_pa
 
 
 def peaks(mesh: DeviceMesh, rank: int) -> list[float]:
-    """Return how many MiB the process grows while it gathers 96 MiB, while it sums as much, and from before to after."""
+    """Return how many MiB the process grows while it gathers 96 MiB, while it sums as much, and in all."""
     memory = MemoryRise()
     before = memory.current_bytes()
     whole, part = torch.ones(24 * MIB), torch.ones(12 * MIB)
