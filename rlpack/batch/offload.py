@@ -21,8 +21,6 @@ from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import Handle, RemoteColumn
 
 Payload = dict[str, Any]
-# Payloads of a batch: one for tensors, and one for lists.
-MOST_PAYLOADS = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class OffloadedBatch:
 def offload(batch: BatchedDataDict) -> tuple[OffloadedBatch, list[Payload]]:
     """Return the stub of a batch, and its payloads.
 
-    There are at most `MOST_PAYLOADS`: ragged columns and tensors [B, k, ...], which are read in place, and lists, which
+    There are at most two payloads: ragged columns and tensors [B, k, ...], which are read in place, and lists, which
     are unpickled.
 
     >>> import torch

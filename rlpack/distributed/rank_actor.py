@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import MOST_PAYLOADS, OffloadedBatch, select_rows
+from rlpack.batch.offload import OffloadedBatch, select_rows
 from rlpack.config.sections.submission import JOB_FILES_VARIABLE
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.object_handles import END_OF_CALL, ObjectHandle, ObjectReader, handles_of
@@ -22,9 +22,6 @@ from rlpack.distributed.rank_processes import ProcessId
 from rlpack.distributed.ray_watch import RayWatch
 from rlpack.distributed.run_token import TOKEN
 from rlpack.distributed.usage import Measured, Usage
-
-# Columns of a call up to this size are returned with its rows, which saves asking for them (a few milliseconds).
-_SMALL_BYTES = 2**20
 
 
 class RankActor(RankProcess):
@@ -80,21 +77,12 @@ class RankActor(RankProcess):
         with self._readable([*args, *kwargs.values()]):
             return super().call_rows(call_id, role, method, kwargs, *args)
 
-    def measure_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> tuple[Any, ...]:
-        """Run `call_rows`, measure it, and return also the columns of its rows if they are small."""
-        measured = self.measure("call_rows", call_id, role, method, kwargs, *args)
-        return measured, *self._small_columns(call_id, measured.result)
-
-    def ready_rows(self, call_id: int, wait_s: float) -> tuple[Any, ...]:
-        """Return the rows of a submitted method, None if it is not done, and their columns if they are small.
-
-        Batches that are no longer needed are freed.
-        """
+    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:
+        """Return the rows of a submitted method, and free batches that are no longer needed; None if it is not done."""
         try:
-            rows = self.result(call_id, wait_s)
+            return super().result(call_id, wait_s)
         finally:
             self._free_objects()
-        return rows, *self._small_columns(call_id, rows)
 
     def measure(self, method: str, *args: Any) -> Measured:
         """Run one of this class's own methods, such as `call_rows`, and measure it."""
@@ -113,11 +101,6 @@ class RankActor(RankProcess):
         the reply (100 kB).
         """
         return None, *self.pop_columns(call_id)
-
-    def _small_columns(self, call_id: int, rows: OffloadedBatch | None) -> list[Any]:
-        """Return the `MOST_PAYLOADS` payloads of a call's rows, None for each that is missing or too large."""
-        payloads = self.pop_columns(call_id) if comes_with_rows(rows) else []
-        return [*payloads, *[None] * (MOST_PAYLOADS - len(payloads))]
 
     def copy_rows(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return only these rows (int64 [n]) of an object on this node."""
@@ -149,11 +132,6 @@ class RankActor(RankProcess):
         """Drop the references of calls that ended."""
         while self._unneeded:
             self._unneeded.popleft().free(END_OF_CALL)
-
-
-def comes_with_rows(rows: OffloadedBatch | None) -> bool:
-    """Return whether the columns of a call's rows are returned with them, so that they needn't be asked for."""
-    return rows is not None and 0 < sum(rows.sizes) <= _SMALL_BYTES
 
 
 def _enter_job_files() -> list[str]:

@@ -15,13 +15,12 @@ from typing import Any
 import ray
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import MOST_PAYLOADS, OffloadedBatch
+from rlpack.batch.offload import OffloadedBatch
 from rlpack.distributed.answers import answered
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.errors import RanksRestartedError, RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, rank_calls
 from rlpack.distributed.pool_processes import CLOSE_S
-from rlpack.distributed.rank_actor import comes_with_rows
 from rlpack.distributed.restartable_pool import LostRanksError, RestartablePool
 from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
 from rlpack.distributed.submitted import SubmittedCall
@@ -67,8 +66,7 @@ class RayRanks(RestartablePool):
         """Start a call, or start it again."""
         with self._submitting:
             submitted.num_starts, submitted.actors = self.num_starts, list(self._pool.actors)
-            submitted.columns = {}
-            calls = self._submit_to_ranks(submitted.call, submitted.call_id, submitted.columns)
+            calls = self._submit_to_ranks(submitted.call, submitted.call_id, is_measured=True)
             self._submitted.record_start(submitted, calls)
 
     def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
@@ -123,11 +121,7 @@ class RayRanks(RestartablePool):
         call, deadline = submitted.call, time.monotonic() + self._call_s
         results: dict[int, OffloadedBatch] = {}
         while waiting := [one.rank for one in submitted.calls if one.rank not in results]:
-            refs = []
-            for rank in waiting:
-                ask = submitted.actors[rank].ready_rows.options(num_returns=1 + MOST_PAYLOADS)
-                ref, *submitted.columns[rank] = ask.remote(submitted.call_id, _RESULT_S)
-                refs.append(ref)
+            refs = [submitted.actors[rank].result.remote(submitted.call_id, _RESULT_S) for rank in waiting]
             asked = rank_calls(refs, call.role, call.method, ranks=waiting)
             found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
             results |= {rank: rows for rank, rows in found.items() if rows is not None}
@@ -162,15 +156,13 @@ class RayRanks(RestartablePool):
     def _store_rows(self, submitted: SubmittedCall, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
         """Store the columns of a call's rows once there is room; return the rows in the order of the ranks.
 
-        They are results of calls, so the driver owns them, and they outlive the ranks. Small ones came with the rows.
+        They are results of calls, so the driver owns them, and they outlive the ranks.
         """
         call, actors, nodes = submitted.call, submitted.actors, self._pool.nodes
         sizes: Counter[str] = Counter()
         for rank, offloaded in rows.items():
             sizes[nodes[rank]] += sum(offloaded.sizes)
-        small = submitted.columns
-        stored = {rank: small[rank][: len(one.sizes)] for rank, one in rows.items() if comes_with_rows(one)}
-        having = [rank for rank, offloaded in rows.items() if offloaded.sizes and rank not in stored]
+        having = [rank for rank, offloaded in rows.items() if offloaded.sizes]
         try:
             reserved = self._store.reserve(sizes, call.role, call.method)
         except StoreFullError:
@@ -178,11 +170,13 @@ class RayRanks(RestartablePool):
                 actors[rank].discard.remote(submitted.call_id)
             raise
         with reserved as room:
-            done = []
-            for rank in having:
-                ask = actors[rank].store_columns.options(num_returns=1 + len(rows[rank].sizes))
-                ref, *stored[rank] = ask.remote(submitted.call_id)
-                done.append(ref)  # the others are not fetched to the driver
+            stored = {
+                rank: actors[rank]
+                .store_columns.options(num_returns=1 + len(rows[rank].sizes))
+                .remote(submitted.call_id)
+                for rank in having
+            }
+            done = [stored[rank].pop(0) for rank in having]  # the others are not fetched to the driver
             timeout_s = self._call_s if call.answer_s is None else min(call.answer_s, self._call_s)
             self._wait(rank_calls(done, call.role, call.method, ranks=having), timeout_s)
             return [
@@ -290,12 +284,10 @@ class RayRanks(RestartablePool):
         ray.wait(closed, num_returns=len(closed), timeout=CLOSE_S)
         self.kill()
 
-    def _submit_to_ranks(
-        self, call: Call, call_id: int, columns: dict[int, list[ray.ObjectRef]] | None = None
-    ) -> list[RankCall]:
+    def _submit_to_ranks(self, call: Call, call_id: int, *, is_measured: bool = False) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object.
 
-        Foreground calls answer with `Measured` if `columns` is given; it gets references to the columns of their rows.
+        Foreground calls that return rows, and measured ones, answer with `Measured`.
         """
         called = [(self._pool.actors[rank], self._pool.nodes[rank]) for rank in call.called]
         places = [(*place, args) for place, args in zip(called, call.args_of_rank, strict=True)]
@@ -314,11 +306,8 @@ class RayRanks(RestartablePool):
                 elif rank not in call.outputs:
                     refs.append(actor.execute.remote(*target))
                 elif call.returns_rows:
-                    assert columns is not None
-                    start = actor.measure_rows.options(num_returns=1 + MOST_PAYLOADS)
-                    ref, *columns[rank] = start.remote(call_id, *target)
-                    refs.append(ref)
-                elif columns is not None:
+                    refs.append(actor.measure.remote("call_rows", call_id, *target))
+                elif is_measured:
                     refs.append(actor.measure.remote("call", *target))
                 else:
                     refs.append(actor.call.remote(*target))

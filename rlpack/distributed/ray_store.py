@@ -1,9 +1,8 @@
 """A run's payloads in Ray's object store: tokens and texts of its batches, of which the driver has handles.
 
 A rank offloads its result where it was computed (`rlpack.batch.offload`), the driver reserves room for it, and only
-then the rank stores it. Up to 1 MiB comes with the rank's answer and is counted when it arrives. A step that is too
-large for the store is one error that says by how much, instead of a step that spills to disk. Invariants
-(tests/unit/distributed/test_ray_store.py):
+then the rank stores it. A step that is too large for the store is one error that says by how much, instead of a step
+that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 
 1. bytes in flight never exceed the budget, nor 80 % of a node's store, above which Ray spills to disk;
 2. a payload lives until the last lease on it is released, or until it is no longer referenced, whichever is first; one

@@ -28,7 +28,6 @@ class SubmittedCall:
         call_id: id by which ranks know the call.
         calls: its parts on each rank.
         unfinished: the parts that have no known answer yet, by reference.
-        columns: by rank, references to the columns that come with its rows if they are small.
         num_starts: how many times the ranks had been started when the call was last started.
         actors: actors of all ranks when the call was last started.
         thread: identifier of the thread that submitted it.
@@ -39,7 +38,6 @@ class SubmittedCall:
     call_id: int
     calls: list[RankCall] = field(default_factory=list)
     unfinished: dict[ray.ObjectRef, RankCall] = field(default_factory=dict)
-    columns: dict[int, list[ray.ObjectRef]] = field(default_factory=dict)
     num_starts: int = 1
     actors: Sequence[Any] = ()
     thread: int = field(default_factory=get_ident)

@@ -11,7 +11,7 @@
     Pending.result()  ◄─── stubs and sizes ──────     (waits for the driver)
       │ reserve: room in the object store
       │ ──────── store_columns ──────────────────►    payloads ─► object store, under the driver's lease
-      │ ◄─────── object handles ─────────────────     (up to 1 MiB come with the stubs, without this call)
+      │ ◄─────── object handles ─────────────────
       │ restored: rows in the batch's order, checked
       ▼
     batch of handles
