@@ -30,6 +30,7 @@ from rlpack.models import attention, own_attention
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
+from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_from_config
 from rlpack.models.packed import language_model
@@ -37,6 +38,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.router_choice import check_routers
+from rlpack.models.text_settings import settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from rlpack.rollout.vllm.arguments import (
@@ -51,6 +53,8 @@ from rlpack.rollout.vllm.arguments import (
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
+# Axes of a weight that stacks experts, and the settings that give its sizes.
+_STACKED, _EXPERT_SIZES = 3, ("moe_intermediate_size", "hidden_size", "intermediate_size")
 # Standard deviation of the noise on its weights.
 _NOISE = 0.1
 
@@ -83,11 +87,14 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
 
 
 def check_experts(config: Config, model: PreTrainedModel) -> None:
-    """Raise if options of the actor need routers of experts that the policy doesn't have.
+    """Raise if the policy's experts can't be computed, or options of the actor need routers that it doesn't have.
 
     Raises:
-        ModelError: the model has no experts, or its routers don't choose or score them in a known way.
+        ModelError: experts have a size that PyTorch's grouped products refuse; the model has no experts, or its routers
+            don't choose or score them in a known way.
     """
+    if problem := _unaligned_experts(config, model):
+        raise ModelError(problem)
     chosen = [name for name, value in config.actor.moe if value]
     if not chosen:
         return
@@ -99,6 +106,28 @@ def check_experts(config: Config, model: PreTrainedModel) -> None:
         raise ModelError(
             f"{key} needs a mixture of experts; {kind} can't have it: {problem}; set {key}={off}"
         ) from problem
+
+
+def _unaligned_experts(config: Config, model: PreTrainedModel) -> str | None:
+    """Return why PyTorch's grouped products can't compute the model's experts, and what to set, or None.
+
+    Rows of stacked weights have to be multiples of 16 bytes long.
+    """
+    if model.config._experts_implementation != "grouped_mm":
+        return None
+    is_half = any(role_compute(config, role).precision == "bf16" for role in _roles(config))
+    multiple, precision = (8, "bf16") if is_half else (4, "fp32")
+    weights = (weight for _, module in expert_modules(model) for _, weight in module.named_parameters(recurse=False))
+    size = next((weight.shape[-1] for weight in weights if weight.ndim == _STACKED and weight.shape[-1] % multiple), 0)
+    if not size:
+        return None
+    settings = settings_of(model.config)
+    key = next((name for name in _EXPERT_SIZES if settings.get(name) == size), "intermediate_size")
+    way_out = f"set model.config.{key}={size + -size % multiple}" if config.model.path is None else "use another model"
+    return (
+        f"{type(model).__name__} ({model.config.model_type}) has experts of {key}={size}, and PyTorch computes experts "
+        f"in {precision} only if it is a multiple of {multiple} (16 bytes); {way_out}"
+    )
 
 
 def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:

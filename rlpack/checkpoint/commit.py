@@ -123,9 +123,10 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
         root.mkdir(parents=True, exist_ok=True)
         free, required = shutil.disk_usage(root).free, _newest_size(root)
         if free < required:
+            keeps = " lower checkpoint.keep," if len(list(saved_steps(root))) > 1 else ""
             raise CheckpointError(
-                f"a checkpoint of {required:,} bytes, like the previous one, doesn't fit into {root}: {free:,} bytes "
-                "are free; free some space, lower checkpoint.keep, or choose another run_dir"
+                f"a checkpoint of {required:,} bytes, like the previous one, which is kept until this one is complete, "
+                f"doesn't fit into {root}: {free:,} bytes are free; free some space,{keeps} or choose another run_dir"
             )
         staging = Staging(root, step, root / f".tmp-{step}-{secrets.token_hex(4)}")
         staging.path.mkdir()

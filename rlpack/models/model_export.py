@@ -14,8 +14,10 @@ Invariants (tests/unit/models/test_model_export.py, tests/distributed/models/tes
 4. a rank that can't write takes part in all gathers before it raises, so that no other rank waits for it.
 """
 
+import errno
 import json
 import logging
+import shutil
 import struct
 import tempfile
 from collections import defaultdict
@@ -111,7 +113,7 @@ class _OwnFiles:
     """The files that a rank writes. Only `close`, after the last gather, raises an error."""
 
     def __init__(self, plan: ExportPlan, folder: Path, own: set[str]) -> None:
-        self._plan = plan
+        self._plan, self._folder = plan, folder
         self._files: dict[str, BinaryIO] = {}
         self._failure: OSError | None = None
         try:
@@ -159,6 +161,13 @@ class _OwnFiles:
                 file.close()
             except OSError as error:
                 self._failure = self._failure or error
+        if self._failure is not None and self._failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+            raise OSError(
+                f"the model doesn't fit into {self._folder}, where {shutil.disk_usage(existing).free:,} bytes are free "
+                f"({self._failure}); free some space and run the same command again, which continues from the newest "
+                "checkpoint"
+            ) from self._failure
         if self._failure is not None:
             raise self._failure
 

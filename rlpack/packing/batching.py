@@ -106,7 +106,8 @@ class Batching:
         if self.pad_to_multiple > 1:
             raise PackingError(
                 f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple} (or "
-                "raised to that by cp_method=all_gather): sequences that share a prompt can't be aligned one by one"
+                "raised to that by cp_method=all_gather): sequences that share a prompt can't be aligned one by one; "
+                "set share_prompts=false, or pad_to_multiple=1 and cp_method=ulysses"
             )
 
     @property

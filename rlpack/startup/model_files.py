@@ -154,7 +154,8 @@ def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
     elif not entries:
         yield f"{path.name} holds no tensors"
     elif missing := sorted(tensors - entries.keys()):
-        yield f"{path.name} lacks {missing[0]} and {len(missing) - 1} more of the tensors that {INDEX} names"
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        yield f"{path.name} lacks {missing[0]}{more} of the tensors that {INDEX} names"
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:

@@ -77,6 +77,7 @@ def adapted(folder: Path) -> PackedModel:
 
 @pytest.mark.parametrize("piece_bytes", [300, 2**24])
 def test_adapters_are_merged(tmp_path: Path, piece_bytes: int):
+    torch.manual_seed(0)
     save(tmp_path, "llama")
     on_ranks(tmp_path, 2, export_adapters, str(tmp_path), piece_bytes)
     model, row = adapted(tmp_path).model, torch.arange(9)[None]
@@ -105,6 +106,15 @@ def test_a_rank_that_cannot_write_keeps_no_other_rank_waiting(tmp_path: Path):
     (folder / second).unlink()
     (folder / second).mkdir()
     assert on_ranks(tmp_path, 2, failing_export, str(folder)) == ["written", "IsADirectoryError"]
+
+
+def test_a_disk_that_is_too_small_for_the_model_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = PackedModel(AutoModelForCausalLM.from_config(family_config("llama"), dtype=torch.float32))
+    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", mode))  # noqa: SIM115
+    with pytest.raises(OSError, match=r"doesn't fit into .*/model, where [\d,]+ bytes are free .*; free some space"):
+        export_model(model, tmp_path / "model")
 
 
 def export_memory(mesh: DeviceMesh, rank: int, folder: str, model: str) -> int:

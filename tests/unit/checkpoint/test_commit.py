@@ -304,11 +304,26 @@ def test_too_little_free_space_is_an_error_before_anything_is_written(
     for free in (size - 1, size):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         if free < size:
-            with pytest.raises(CheckpointError, match=f"of {size:,} bytes, like the previous one, doesn't fit"):
+            with pytest.raises(CheckpointError, match=f"of {size:,} bytes, like the previous one, .* doesn't fit"):
                 save(tmp_path, 11)
             assert names(tmp_path) == before
         else:
             save(tmp_path, 11)
+
+
+def test_fewer_kept_checkpoints_are_advised_only_if_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match="kept until this one is complete") as one:
+        save(tmp_path, 2)
+    assert "checkpoint.keep" not in str(one.value)
+    monkeypatch.undo()
+    save(tmp_path, 2)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=r"free some space, lower checkpoint\.keep, or"):
+        save(tmp_path, 3)
 
 
 def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_one_before(

@@ -45,6 +45,44 @@ def test_routers_that_score_only_the_chosen_experts_can_be_replayed_but_not_bala
         check_experts(config_of(balance_coefficient=0.01), model_of("granitemoe"))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "precision", "problem"),
+    [
+        ({"moe_intermediate_size": 63}, "fp32", r"moe_intermediate_size=63, .* in fp32 .* of 4 .*; set .*_size=64"),
+        ({"moe_intermediate_size": 60}, "bf16", r"moe_intermediate_size=60, .* in bf16 .* of 8 .*; set .*_size=64"),
+        (
+            {"hidden_size": 36, "num_attention_heads": 2, "num_key_value_heads": 2},
+            "bf16",
+            r"hidden_size=36, .* of 8 .*; set model.config.hidden_size=40",
+        ),
+        ({"moe_intermediate_size": 60}, "fp32", None),
+        ({"moe_intermediate_size": 64}, "bf16", None),
+    ],
+)
+def test_experts_of_a_size_that_grouped_products_refuse_are_named_with_the_next_size_that_works(
+    sizes: dict[str, int], precision: Any, problem: str | None
+):
+    settings = family_config("qwen3_moe").to_dict() | {"model_type": "qwen3_moe"} | sizes
+    model = build_meta_model(Model(config=settings), vocab_size=40, pad_token_id=0)
+    config = tiny_config(actor=Actor(precision=precision))
+    if problem is None:
+        check_experts(config, model)
+        return
+    with pytest.raises(ModelError, match=problem):
+        check_experts(config, model)
+
+
+@pytest.mark.parametrize(("size", "works"), [(63, False), (62, False), (60, True), (64, True)])
+def test_grouped_products_of_torch_have_the_limit_that_is_checked(size: int, works: bool):
+    rows, weights = torch.ones(6, size), torch.ones(2, 8, size)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    if works:
+        assert torch.nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends).unique().tolist() == [size]
+    else:
+        with pytest.raises(RuntimeError, match="16 bytes"):
+            torch.nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
 class FreeRouter(torch.nn.Module):
     """A router that chooses by sorting."""
 
