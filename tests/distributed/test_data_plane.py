@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed import object_handles
 from rlpack.distributed.errors import RoleError, StoreFullError
-from rlpack.distributed.ray_internals import stores
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
@@ -38,16 +37,6 @@ def spared(store: RayStore) -> Iterator[RayStore]:
     before = store.budget
     yield store
     store.budget = before
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Return whether a condition comes true; Ray reports what its store holds with a delay."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def rollouts() -> BatchedDataDict:
@@ -78,22 +67,6 @@ def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups:
     for read in (store.fetch, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
         with pytest.raises(DataError, match="were released at the end of a step"):
             read(twice.rename({"times": "input_ids"}))
-
-
-@pytest.mark.parametrize("width", [10_000, 40_000])  # columns that come with their rows, and larger ones
-def test_columns_leave_the_store_with_their_lease_though_their_call_is_still_referenced(
-    groups: Groups, store: RayStore, width: int
-):
-    def free() -> float:
-        return sum(room for room, _ in stores().values())
-
-    size, before = 8 * len(SIZES) * width, free()
-    with store.lease("a step"):
-        call = groups["packed"].submit(Echo.scores, rollouts(), width)
-        call.result()
-        assert within(10.0, lambda: free() < before - 0.9 * size)
-    assert within(10.0, lambda: free() > before - 0.1 * size)
-    del call
 
 
 def test_a_batch_is_read_after_its_step_under_a_lease_of_its_own(groups: Groups, store: RayStore):
