@@ -24,8 +24,10 @@ def environment() -> dict[str, str]:
     """Return the environment of a new process, without what a Ray of this process has set.
 
     Ray reads some of its variables once, as it is imported: the server's must be those of the processes it forks.
+    A process that crashes prints its Python stacks.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HF_HUB_OFFLINE": "1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return kept | {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def fork_context() -> ForkServerContext:

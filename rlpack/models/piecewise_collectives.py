@@ -79,7 +79,9 @@ class _ReduceScatter(_Pieces):
     ) -> None:
         """Sum all pieces before returning, even if `async_op` is set, and free the input.
 
-        FSDP2 reads the input no more, but would keep it until the next unit has its gradients.
+        With more than two ranks, the order in which gloo adds depends on the pieces, so the last bits may differ from
+        those of a sum in one piece. FSDP2 no longer reads the input, but would keep it until the next unit has its
+        gradients.
         """
         parts = input_tensor.view(group.size(), -1)
         for piece in self._of(output_tensor, group):

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,4 +30,10 @@ def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object, 
     with ProcessPoolExecutor(size, mp_context=fork_context()) as pool:
         store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"
         futures = [pool.submit(_rank, store, rank, size, timeout_s, function, arguments) for rank in range(size)]
-        return [future.result(timeout=90) for future in futures]
+        processes = list(pool._processes.values())  # the pool forgets them when one dies
+        try:
+            return [future.result(timeout=90) for future in futures]
+        except BrokenProcessPool as error:
+            codes = [process.exitcode for process in processes]
+            error.add_note(f"exit codes of the processes (a negative one is a signal): {codes}")
+            raise

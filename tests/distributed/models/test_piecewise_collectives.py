@@ -48,20 +48,22 @@ def steps(_: DeviceMesh, rank: int, way: str) -> list[Step]:
             shard_model(policy, mesh["dp_shard"] if "tp" in shape else mesh, small_bytes=0, **options)
         for module in policy.modules():
             if in_pieces and isinstance(module, FSDPModule):
-                use_pieces(module, piece_bytes=104)  # 26 numbers of all ranks, which divide no weight
+                use_pieces(module, piece_bytes=2008)  # 502 numbers of all ranks, which divide no weight
         policy.train()
         results.append(optimizer_step(policy, MICROBATCHES[rank * 2 // size]))
     return results
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_in_pieces_has_the_bits_of_the_stock_collectives(way: str, tmp_path: Path):
+def test_a_step_in_pieces_has_the_result_of_the_stock_collectives(way: str, tmp_path: Path):
+    # The order in which gloo adds three numbers depends on their place in a message.
+    tolerances = {"rtol": 1e-5, "atol": 1e-7} if way == "three parts" else {"rtol": 0, "atol": 0}
     for stock, pieces in on_ranks(tmp_path, WAYS[way][0], steps, way):
         assert stock.gradients.keys() == pieces.gradients.keys()
         for name, gradient in stock.gradients.items():
             assert gradient.abs().max() > 0 or name.endswith("k_proj.bias"), name
-            assert torch.equal(gradient, pieces.gradients[name]), name
-        assert torch.equal(stock.logprobs, pieces.logprobs)
+            torch.testing.assert_close(pieces.gradients[name], gradient, **tolerances, msg=name)
+        torch.testing.assert_close(pieces.logprobs, stock.logprobs, **tolerances)
 
 
 def peaks(mesh: DeviceMesh, rank: int) -> list[float]:
