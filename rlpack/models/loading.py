@@ -10,7 +10,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -33,10 +32,9 @@ from rlpack.models.errors import (
     not_causal_error,
     other_tokenizer_error,
     remote_code_error,
-    unknown_setting_error,
-    unknown_type_error,
 )
 from rlpack.models.hub_models import hub_model_problem
+from rlpack.models.new_config import new_config
 from rlpack.models.stored_weights import lacking_weights_error
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.user_code import UserCode, UserCodeError
@@ -273,34 +271,6 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     if name is None:
         raise ModelError("neither model.tokenizer nor model.path is set; set one to load a tokenizer")
     return _load(AutoTokenizer, name, key, hub_arguments(name, model, key))
-
-
-def new_config(model: Model, **ids: int | None) -> PreTrainedConfig:
-    """Build the config of a new model; transformers itself would ignore a misspelt key.
-
-    Args:
-        model: the `model` section, without a path.
-        ids: settings from the tokenizer, such as the number of tokens and ids of special ones; None leaves the setting
-            unchanged.
-
-    Raises:
-        ModelError: the config has an unknown key or model type, or a value that its type rejects.
-    """
-    settings, known_ids = dict(model.config), {name: value for name, value in ids.items() if value is not None}
-    kind = settings.pop("model_type", None)
-    if kind is None:
-        raise ModelError("model.path is null and model.config has no model_type; set one of them")
-    if kind not in CONFIG_MAPPING:
-        raise unknown_type_error(kind, CONFIG_MAPPING)
-    default = AutoConfig.for_model(kind)
-    known = {*default.to_dict(), *default.attribute_map}  # also common names, such as num_experts of qwen3_moe
-    for key in settings:
-        if key not in known:
-            raise unknown_setting_error(kind, key, known)
-    try:
-        return AutoConfig.for_model(kind, **settings | known_ids)
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ModelError(f"model.config is not a valid {kind} config: {error}") from error
 
 
 def hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str, Any]:

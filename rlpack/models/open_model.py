@@ -16,7 +16,8 @@ from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.models import attention
 from rlpack.models.errors import ModelError
-from rlpack.models.loading import hub_arguments, linear_head, load_config, new_config, with_attention
+from rlpack.models.loading import hub_arguments, linear_head, load_config, with_attention
+from rlpack.models.new_config import new_config
 from rlpack.models.new_model import NewModel
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.vocabulary import check_vocabulary

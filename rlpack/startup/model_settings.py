@@ -31,7 +31,7 @@ _OWN = "rlpack."
 # Settings of which no model can have fewer than one, and those that can't be negative.
 _COUNTS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "n_embd", "n_head"),
-    *("num_hidden_layers", "n_layer"),
+    *("num_hidden_layers", "n_layer", "head_dim"),
 )
 _LAYERS, _MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000
 _SIZES = ("intermediate_size", "moe_intermediate_size", "n_inner")

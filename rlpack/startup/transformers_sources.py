@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from rlpack.models.head_dim import HEAD_DIM, reads_head_dim
+
 # The entries of a table of names: `("qwen2", "Qwen2Config")` or `"qwen2": "Qwen2Config"`.
 _ENTRY = re.compile(r'"([\w.-]+)"\s*[,:]\s*"(\w+)"')
 _AUTO = ("auto_mappings.py", "configuration_auto.py")
@@ -77,7 +79,12 @@ def config_source(kind: str) -> ConfigSource | None:
         return None
     shared = (path.relative_to(folder) for path in (folder / "integrations").rglob("config*.py"))
     source = ConfigSource(bases=[folder / base for base in (*_BASES, *shared)])
-    return source if _add_class(source, _module(folder, kind), class_name) else None
+    path = _module(folder, kind)
+    if not _add_class(source, path, class_name):
+        return None
+    if reads_head_dim(_modeling(path)):
+        source.fields.setdefault(HEAD_DIM, "int")
+    return source
 
 
 def causal_lm_class(kind: str) -> tuple[Path, ast.ClassDef] | None:
@@ -86,8 +93,7 @@ def causal_lm_class(kind: str) -> tuple[Path, ast.ClassDef] | None:
     if folder is None:
         return None
     name = dict(_ENTRY.findall(_causal_lm_table())).get(kind)
-    path = _module(folder, kind)
-    path = path.with_name(path.name.replace("configuration_", "modeling_", 1))
+    path = _modeling(_module(folder, kind))
     return definition_of(path, name) if name is not None and path.is_file() else None
 
 
@@ -135,6 +141,11 @@ def _module(folder: Path, kind: str) -> Path:
     """Return the file of a model type's configuration, which may not exist."""
     name = _entries("module").get(kind, kind.replace("-", "_"))
     return folder / "models" / name / f"configuration_{name}.py"
+
+
+def _modeling(path: Path) -> Path:
+    """Return the file of a model's code, which may not exist, from that of its configuration."""
+    return path.with_name(path.name.replace("configuration_", "modeling_", 1))
 
 
 @cache

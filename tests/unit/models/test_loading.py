@@ -8,12 +8,14 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from rlpack.config.schema import Model
+from rlpack.config.schema import Config, Model
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer
+from rlpack.startup.model_settings import check_model_settings
 from tests.unit.models.tiny import tiny_model
 
 TINY = {
@@ -69,6 +71,17 @@ def test_a_new_model_takes_settings_under_transformers_common_names(settings: di
     assert model.get_input_embeddings().weight.shape == (11, 16)
     experts = [module.num_experts for name, module in model.named_modules() if name.endswith(".experts")]
     assert experts == ([6] if "num_experts" in settings else [])
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3"])
+def test_a_new_model_takes_the_size_of_a_head_even_if_its_config_does_not_declare_it(kind: str, tmp_path: Path):
+    settings = TINY | {"model_type": kind, "head_dim": 6}
+    check_model_settings(Config(model=Model(config=settings)))
+    built = build_causal_lm(Model(config=settings), vocab_size=11, attention_name="sdpa")
+    assert built.get_submodule("model.layers.0.self_attn.q_proj").out_features == 6 * TINY["num_attention_heads"]
+    built.save_pretrained(tmp_path)
+    input_ids = torch.arange(8).unsqueeze(0)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids).logits, built(input_ids).logits)
 
 
 def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):

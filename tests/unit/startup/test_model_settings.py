@@ -35,6 +35,8 @@ WRONG = {
     "a negative size": ({"intermediate_size": -5}, "model.config does not build a qwen2: "),
     "no heads": ({"num_attention_heads": 0}, "model.config does not build a qwen2: "),
     "no heads of keys": ({"num_key_value_heads": 0}, "model.config does not build a qwen2: "),
+    "heads of no size": ({"head_dim": 0}, "model.config does not build a qwen2: "),
+    "a negative size of heads": ({"head_dim": -8}, "model.config does not build a qwen2: "),
     "a negative width": ({"hidden_size": -16}, "model.config does not build a qwen2: "),
 }
 
@@ -65,6 +67,14 @@ def test_no_setting_that_a_model_type_has_is_refused():
         assert (kind, [key for key in values if not source.may_have(key)]) == (kind, [])
         wrong = [key for key, value in values.items() if key in source.fields and is_wrong(value, source.fields[key])]
         assert (kind, wrong) == (kind, [])
+
+
+def test_a_size_of_heads_is_refused_where_the_attention_does_not_read_it():
+    settings = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+    model = Model(config=settings | {"model_type": "gpt_neox", "head_dim": 4})  # its rotary embedding does read it
+    for check in (lambda: check_model_settings(Config(model=model)), lambda: build_meta_model(model, vocab_size=8)):
+        with pytest.raises(ModelError, match="head_dim is not a setting of gpt_neox"):
+            check()
 
 
 def test_what_only_later_checks_of_the_model_refuse_is_refused():
