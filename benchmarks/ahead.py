@@ -1,14 +1,15 @@
 """Time steps with and without `trainer.lead`, on two cores, with a tail of long responses.
 
-    python -m benchmarks.ahead [--repeats 3] [--steps 24] [--mini-batches 4] [--prompts 8] [--bar 1.5]
+    python -m benchmarks.ahead [--repeats 3] [--steps 24] [--mini-batches 4] [--prompts 8] [--longest 450] [--bar 1.5]
 
 One response in eleven is as long as the limit, five times the mean of the others, so most of generation waits for a few
 responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a lead, and one
 rank for each with a lead of one step. A run's figure is the mean of its steps but the first two and the last.
 `--mini-batches` is the number of optimizer steps of a batch; with 1, training skips the pass over old log-probs.
 `--prompts` is their number in a step: the fewer, the larger the part of generation, whose longest responses take the
-same time. With 8 it takes about as long as training. Exits with 1 if a lead takes fewer than `--bar` times the steps
-of the same ranks without one.
+same time. With 8 it takes about as long as training. `--longest` is the limit of a response in tokens: with a larger
+one, a step takes longer, and what the driver does between the parts of a step is a smaller share of it. Exits with 1
+if a lead takes fewer than `--bar` times the steps of the same ranks without one.
 """
 
 import argparse
@@ -26,8 +27,8 @@ import numpy as np
 from benchmarks.trl_grpo import ALPHABET, ROOT
 
 DEADLINE_S, GROUP = 600.0, 2
-# Mean tokens of a short response, and of a long one.
-SHORT, LONGEST = 90, 450
+# Tokens of a long response over the mean of a short one.
+TAIL = 5
 SHORT_LETTERS, LONG_LETTERS, LAST = ALPHABET[:20], ALPHABET[20:22], ALPHABET[22]
 WAYS = {
     "two ranks in turns": ("placement=cpu",),
@@ -36,8 +37,8 @@ WAYS = {
 }
 
 
-def write_inputs(folder: Path) -> None:
-    """Save a model whose responses are short or as long as the limit, and the prompts.
+def write_inputs(folder: Path, longest: int) -> None:
+    """Save a model whose responses are short or as long as the limit of `longest` tokens, and the prompts.
 
     Only the embedding sets two entries of the hidden state: a constant, and the letter's kind. The output layer reads
     them, so that a response has letters of one kind, which its first letter decides, and ends with the probability of
@@ -57,7 +58,7 @@ def write_inputs(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=384,
-        max_position_embeddings=2048,
+        max_position_embeddings=longest + 64,
         tie_word_embeddings=False,
         pad_token_id=pad_id(tokenizer),
         eos_token_id=eos_id(tokenizer),
@@ -83,7 +84,7 @@ def write_inputs(folder: Path) -> None:
         head[ids, 1] = 20 * kinds / size
         head[ids[-1], 0] = -80 / size
         head[config.eos_token_id, 0] = -40 / size
-        head[config.eos_token_id, 1] = (40 + float(np.log(len(SHORT_LETTERS) / (SHORT - 1)))) / size
+        head[config.eos_token_id, 1] = (40 + float(np.log(len(SHORT_LETTERS) / (longest / TAIL - 1)))) / size
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
@@ -91,6 +92,15 @@ def write_inputs(folder: Path) -> None:
     records = "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts)
     (folder / "prompts.jsonl").write_text(records, encoding="utf-8")
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[:2]), encoding="utf-8")
+
+
+class Work(NamedTuple):
+    """What a run does: its steps, the optimizer steps and prompts of each, and the longest response in tokens."""
+
+    steps: int
+    mini_batches: int
+    prompts: int
+    longest: int
 
 
 class Step(NamedTuple):
@@ -102,17 +112,21 @@ class Step(NamedTuple):
     length: float
 
 
-def run(folder: Path, overrides: tuple[str, ...], steps: int, mini_batches: int, prompts: int) -> Step:
+def run(folder: Path, overrides: tuple[str, ...], work: Work) -> Step:
     """Run `rlpack train` and return its means."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     command = [
         *(sys.executable, "-m", "rlpack", "train", f"run_dir={run_dir}", *overrides),
         *("model=pretrained", f"model.path={folder}/model", "data=jsonl", f"data.source={folder}/prompts.jsonl"),
-        *(f"data.validation_source={folder}/held_out.jsonl", f"trainer.steps={steps}"),
-        *("reward.function=benchmarks.trl_grpo:vowels", f"rollout.max_new_tokens={LONGEST}", "evaluation.every=1000"),
-        *("evaluation.samples=1", "checkpoint.every=1000"),
-        f"trainer.mini_batch_size={prompts * GROUP // mini_batches}",
-        *("actor.optimizer.learning_rate=1e-12", f"trainer.prompts_per_step={prompts}", f"trainer.group_size={GROUP}"),
+        *(f"data.validation_source={folder}/held_out.jsonl", f"trainer.steps={work.steps}"),
+        *("reward.function=benchmarks.trl_grpo:vowels", f"rollout.max_new_tokens={work.longest}"),
+        *("evaluation.every=1000", "evaluation.samples=1", "checkpoint.every=1000"),
+        f"trainer.mini_batch_size={work.prompts * GROUP // work.mini_batches}",
+        *(
+            "actor.optimizer.learning_rate=1e-12",
+            f"trainer.prompts_per_step={work.prompts}",
+            f"trainer.group_size={GROUP}",
+        ),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd=ROOT)
     if done.returncode:
@@ -132,16 +146,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mini-batches", type=int, default=4, choices=(1, 2, 4))
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=450)
     parser.add_argument("--bar", type=float, default=1.5)
     options = parser.parse_args()
     if options.steps < 4:
         parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
+    work = Work(options.steps, options.mini_batches, options.prompts, options.longest)
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
-        write_inputs(Path(name))
+        write_inputs(Path(name), options.longest)
         for _ in range(options.repeats):
             for way, overrides in WAYS.items():
-                found[way].append(run(Path(name), overrides, options.steps, options.mini_batches, options.prompts))
+                found[way].append(run(Path(name), overrides, work))
                 print(f"{way}: {found[way][-1].whole:.2f} s", flush=True)
     seconds = {way: statistics.median(step.whole for step in steps) for way, steps in found.items()}
     for way, steps in found.items():
@@ -151,7 +167,7 @@ def main() -> int:
         print(f"{way:26}{seconds[way]:7.2f} s a step, {generation:.2f} s generation, {drain:.2f} s waiting for it")
     length = statistics.fmean(step.length for steps in found.values() for step in steps)
     turns, apart, lead = seconds.values()
-    print(f"{length:.1f} tokens per response on average, at most {LONGEST}")
+    print(f"{length:.1f} tokens per response on average, at most {options.longest}")
     print(f"lead 1 against lead 0 on the same ranks {apart / lead:.2f}, against two ranks in turns {turns / lead:.2f}")
     return int(apart / lead < options.bar)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.ahead import GROUP, run, write_inputs
+from benchmarks.ahead import GROUP, Work, run, write_inputs
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.cli.rates_of_run import measured_lengths_and_rates
@@ -28,6 +28,8 @@ from rlpack.workers.rollout import RolloutWorker
 
 # Seconds of a token of each response in an engine, and tokens that a rank trains on in a second.
 TOKEN_S, TRAIN_TOKENS_PER_S = 0.002, 2200.0
+# Tokens of the longest response.
+LONGEST = 450
 SLEEPING = (
     "algorithm.kl_coef=0",  # no log-probs of a reference, whose time would be real
     "roles.actor.target=benchmarks.async_forecast:SleepingActor",
@@ -83,11 +85,11 @@ def main() -> int:
     largest = 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder)
+        write_inputs(folder, LONGEST)
         lengths, rates = np.zeros(0, dtype=np.int64), Rates()
         print(f"{'lead':>4} {'engines':>8} {'training':>9} {'measured':>9} {'forecast':>9}  steps an hour", flush=True)
         for setup, overrides in RUNS.items():
-            step_s = run(folder, (*SLEEPING, *overrides), options.steps, 1, options.prompts).whole
+            step_s = run(folder, (*SLEEPING, *overrides), Work(options.steps, 1, options.prompts, LONGEST)).whole
             if not lengths.size:
                 lengths, rates = measured_lengths_and_rates(next(folder.glob("run-*")))
             forecast_s = forecast_run(lengths, rates, setup, steps=300).step_s
