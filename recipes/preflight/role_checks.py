@@ -10,6 +10,7 @@ from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.dispatch import dispatch_of, is_dispatched
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
+from rlpack.startup.annotations import is_wrong
 from rlpack.startup.role_sources import SCORING_ROLE
 from rlpack.worker import Trainable, Worker
 
@@ -140,6 +141,14 @@ def _check_built(name: str, where: str, kind: type[Any], arguments: Mapping[str,
             f"{where}, whose {name_of_builder} can't be called with {key} ({', '.join(arguments) or 'none'}): "
             f"{problem}; it takes {', '.join(map(str, accepted)) or 'no arguments'}"
         )
+    for argument in arguments.keys() & signature.parameters.keys():
+        parameter, value = signature.parameters[argument], arguments[argument]
+        annotation = parameter.annotation
+        if is_wrong(value, annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)):
+            raise PlacementError(
+                f"{where}, whose {name_of_builder} can't be called with roles.{name}.arguments.{argument}={value!r}; "
+                f"it takes {parameter}"
+            )
 
 
 def _bind_problem(bind: Callable[..., Any], *positional: str, **arguments: Any) -> str:

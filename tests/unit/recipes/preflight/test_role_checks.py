@@ -211,6 +211,16 @@ def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it
         check_role("actor", builtin_roles()["actor"].model_copy(update={"arguments": {"weight": 1.0}}))
 
 
+def test_an_argument_of_another_type_than_annotated_is_named_with_its_value():
+    message = r"__init__ can't be called with roles\.judge\.arguments\.weight='heavy'; it takes weight: float$"
+    with pytest.raises(PlacementError, match=message):
+        check("Weighted", weight="heavy")
+    with pytest.raises(PlacementError, match=r"from_settings can't .*arguments\.n=\[2\]; it takes n: int = 2$"):
+        check("Configured", n=[2])
+    for weight in (1, 0.5):
+        check("Weighted", weight=weight)
+
+
 def test_a_class_in_the_place_of_a_built_in_role_needs_to_be_built_too():
     with pytest.raises(
         PlacementError, match=r"roles\.rollout\.target .* has no method from_settings; write it as `@cl"
