@@ -90,19 +90,21 @@ _PARTS = {"actor": ("embed_tokens",), "adapters": ("lora_A", "lora_B"), "critic"
 @pytest.mark.parametrize(
     ("family", "roles", "chain"),
     [
-        (
-            "llama",
-            ("actor",),
-            ("hsdp2x2", "dp4", "dp2tp2", "pp2dp2", "replicas2", "cp2tp2", "one", "pp2", "cp2", "tp2sp", "hsdp2x2"),
-        ),
-        (
-            "qwen3_moe",
-            ("actor",),
-            ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "pp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2"),
-        ),
-        ("llama", SAVED[1:], ("hsdp2x2", "dp4", "one", "dp2tp2", "pp2", "hsdp2x2")),
+        ("llama", SAVED, ("hsdp2x2", "dp2tp2", "pp2dp2", "one", "cp2tp2", "replicas2", "hsdp2x2")),
+        ("qwen3_moe", ("actor",), ("ep2", "dp2ep2", "tp2", "one", "ep2tp2", "pp2ep2", "ep2")),
         ("llama_deep", SAVED, ("pp2vpp2", "dp2", "pp2vpp2")),
         *[
+            (
+                "llama",
+                ("actor",),
+                ("hsdp2x2", "dp4", "dp2tp2", "pp2dp2", "replicas2", "cp2tp2", "one", "pp2", "cp2", "tp2sp", "hsdp2x2"),
+            ),
+            (
+                "qwen3_moe",
+                ("actor",),
+                ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "pp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2"),
+            ),
+            ("llama", SAVED[1:], ("hsdp2x2", "dp4", "one", "dp2tp2", "pp2", "hsdp2x2")),
             (
                 "qwen3_moe_deep",
                 SAVED,

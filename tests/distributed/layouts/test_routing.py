@@ -11,20 +11,25 @@ from tests.distributed.layouts import routing_ranks
 from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, batch_of, modes_of
 from tests.distributed.processes import on_ranks
 
-# Layouts, families and ways to recompute activations.
-CASES = [
+# Layouts, families and ways to recompute activations, for the balance loss and for replayed routing.
+BALANCED = [
     ("one", "deepseek_v3", "selective"),
     ("dp2", "deepseek_v3", "full"),
+    ("tp2sp", "qwen3_moe", "full"),
+    ("cp2ep2", "deepseek_v3", "full"),
+    ("pp2cp2", "mixtral", "selective"),
+]
+REPLAYED = [
     ("cp2", "mixtral", "full"),
     ("tp2sp", "qwen3_moe", "full"),
     ("dp2ep2", "mixtral", "selective"),
-    ("cp2ep2", "deepseek_v3", "full"),
     ("ep2tp2", "qwen3_moe", "none"),
     ("pp2cp2", "mixtral", "selective"),
 ]
-# Those that only `make test-layouts` runs.
+# `make test-layouts` runs all of them for both, and more.
 if RUNS_ALL:
-    CASES += [
+    BALANCED = REPLAYED = [
+        *dict.fromkeys(BALANCED + REPLAYED),
         ("dp2", "qwen3_moe", "none"),
         ("dp2gather2", "qwen3_moe", "selective"),
         ("tp2", "mixtral", "none"),
@@ -39,7 +44,7 @@ def batch() -> BatchedDataDict:
     return batch_of("qwen3_moe").keep(["input_ids", "response_mask", "valid"])
 
 
-@pytest.mark.parametrize(("layout", "family", "checkpointing"), CASES)
+@pytest.mark.parametrize(("layout", "family", "checkpointing"), BALANCED)
 def test_balance_loss_and_its_gradients_are_those_of_each_row_alone(
     layout: str, family: str, checkpointing: str, tmp_path: Path
 ):
@@ -69,7 +74,7 @@ def test_without_a_coefficient_the_balance_is_measured_and_has_no_gradient(tmp_p
         assert gap.norm() <= 1e-4 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(("layout", "family", "checkpointing"), CASES)
+@pytest.mark.parametrize(("layout", "family", "checkpointing"), REPLAYED)
 def test_replayed_routing_follows_each_token(layout: str, family: str, checkpointing: str, tmp_path: Path):
     config = routing_ranks.moe_config(family, layout, checkpointing, replay_routing=True)
     rows = routing_ranks.scored_batch(config)
