@@ -48,7 +48,8 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
         truth = expected(case, classifiers[case.family])
         assert np.abs(scores - truth.scores.numpy()).max() < 1e-5, case
         assert truth.scores.abs().max() > 0.1
-        assert metrics == ([pytest.approx(truth.metrics, rel=1e-5, abs=1e-7)] if truth.metrics else []), case
+        # A mean may be far smaller than the scores that it is of.
+        assert metrics == ([pytest.approx(truth.metrics, rel=1e-5, abs=1e-6)] if truth.metrics else []), case
         assert gradients.keys() == truth.gradients.keys(), case
         for name, gradient in truth.gradients.items():
             gap = torch.from_numpy(gradients[name]).double() - gradient
