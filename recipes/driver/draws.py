@@ -36,7 +36,7 @@ DrawGroups = Callable[[Session, StepContext, Callable[[Batch], None]], None]
 
 
 def check_drawn(drawn: Any, draw: Callable) -> Batch:
-    """Return what a recipe's draw returned, if it is a `Batch`, or a tuple with the same two values.
+    """Return the result of a recipe's draw as a `Batch`; a tuple (rollouts, score) is accepted, too.
 
     Raises:
         TypeError: it is something else; the message names the function.

@@ -26,6 +26,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.engine_restarts import weights_are_gone
 from rlpack.recipes.driver.progress import Phase
+from rlpack.recipes.driver.role_groups import RoleGroups
 from rlpack.recipes.driver.step_context import StepContext
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ class EnginesOnly(Generic[S]):
         self._evaluate(session, step)
 
 
-def with_seed(groups: Mapping[str, WorkerGroup[Any]], seed: int) -> dict[str, WorkerGroup[Any]]:
+def with_seed(groups: Mapping[str, WorkerGroup[Any]], seed: int) -> RoleGroups:
     """Return copies of the groups with a fixed seed, which the next step doesn't change."""
-    copies = {name: copy.copy(group) for name, group in groups.items()}
+    copies = RoleGroups({name: copy.copy(group) for name, group in groups.items()})
     for group in copies.values():
         group.seed = seed
     return copies

@@ -14,4 +14,7 @@ class RoleGroups(dict[str, WorkerGroup[Any]]):
         Raises:
             KeyError: always.
         """
-        raise KeyError(f"this run has no role {role!r}; it has {', '.join(self)}")
+        raise KeyError(
+            f"this run has no role {role!r}; it has {', '.join(self)}; correct the name, or add the role to the "
+            "recipe's RecipeSpec"
+        )

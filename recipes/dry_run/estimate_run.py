@@ -229,9 +229,11 @@ def _counted(number: float, singular: str, plural: str | None = None) -> str:
 
     >>> _counted(1, "step"), _counted(2000.0, "pass", "passes"), _counted(0.0977, "pass", "passes")
     ('1 step', '2,000 passes', '0.098 passes')
+    >>> _counted(99.6, "pass", "passes"), _counted(1.04, "pass", "passes")
+    ('100 passes', '1 pass')
     """
-    text = f"{number:,.0f}" if number == int(number) or number >= 100 else f"{number:.2g}"
-    return f"{text} {singular if number == 1 else plural or singular + 's'}"
+    text = f"{number:,.0f}" if number == int(number) or number >= 10 else f"{number:.2g}"
+    return f"{text} {singular if text == '1' else plural or singular + 's'}"
 
 
 def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:

@@ -7,6 +7,7 @@ are also compared here, with random weights.
 
 import copy
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -67,9 +68,9 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
         model: the policy without weights.
 
     Raises:
-        ModelError: the model has no linear output layer, names no decoder layers, or has recurrent layers or custom
-            attention where a role packs; rows can be so long that its rotary frequencies change; or it has no routers
-            for `actor.moe`.
+        ModelError: the model has no linear output layer, names no decoder layers, has experts of a size that PyTorch's
+            grouped products refuse, or has recurrent layers or custom attention where a role packs; rows can be so long
+            that its rotary frequencies change; or it has no routers for `actor.moe`.
     """
     output_head(model)
     decoder_layers(Policy(model))
@@ -117,15 +118,20 @@ def _unaligned_experts(config: Config, model: PreTrainedModel) -> str | None:
         return None
     is_half = any(role_compute(config, role).precision == "bf16" for role in _roles(config))
     multiple, precision = (8, "bf16") if is_half else (4, "fp32")
-    weights = (weight for _, module in expert_modules(model) for _, weight in module.named_parameters(recurse=False))
-    size = next((weight.shape[-1] for weight in weights if weight.ndim == _STACKED and weight.shape[-1] % multiple), 0)
-    if not size:
+    named = [parameter for _, module in expert_modules(model) for parameter in module.named_parameters(recurse=False)]
+    shapes = {name: tuple(weight.shape) for name, weight in named if weight.ndim == _STACKED}
+    # Rows of the weights, and of what they are multiplied with.
+    wrong = [(name, size) for name, shape in shapes.items() for size in shape[1:] if size % multiple]
+    if not wrong:
         return None
-    settings = settings_of(model.config)
-    key = next((name for name in _EXPERT_SIZES if settings.get(name) == size), "intermediate_size")
-    way_out = f"set model.config.{key}={size + -size % multiple}" if config.model.path is None else "use another model"
+    settings, sizes = settings_of(model.config), {size for _, size in wrong}
+    key = next((key for key in _EXPERT_SIZES if settings.get(key) in sizes), None)
+    name, size = wrong[0] if key is None else (key, cast(int, settings[key]))
+    given = f"{name}={size}" if key is not None else f"{size} numbers in a row of {name} {shapes[name]}"
+    is_new = key is not None and config.model.path is None
+    way_out = f"set model.config.{key}={size + -size % multiple}" if is_new else "use another model"
     return (
-        f"{type(model).__name__} ({model.config.model_type}) has experts of {key}={size}, and PyTorch computes experts "
+        f"{type(model).__name__} ({model.config.model_type}) has experts of {given}, and PyTorch computes experts "
         f"in {precision} only if it is a multiple of {multiple} (16 bytes); {way_out}"
     )
 

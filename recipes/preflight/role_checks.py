@@ -141,8 +141,10 @@ def _check_built(name: str, where: str, kind: type[Any], arguments: Mapping[str,
             f"{where}, whose {name_of_builder} can't be called with {key} ({', '.join(arguments) or 'none'}): "
             f"{problem}; it takes {', '.join(map(str, accepted)) or 'no arguments'}"
         )
-    for argument in arguments.keys() & signature.parameters.keys():
-        parameter, value = signature.parameters[argument], arguments[argument]
+    for argument, value in arguments.items():
+        parameter = signature.parameters.get(argument)
+        if parameter is None or parameter.kind is parameter.VAR_KEYWORD:
+            continue
         annotation = parameter.annotation
         if is_wrong(value, annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)):
             raise PlacementError(

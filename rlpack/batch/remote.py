@@ -72,7 +72,7 @@ class RemoteColumn:
         return f"RemoteColumn({kind}, {len(self)} rows in {len(self.handles)} payloads)"
 
     def __getitem__(self, index: Any) -> NoReturn:
-        """Raise, as for every use of values that the driver doesn't have.
+        """Raise, as the driver doesn't have the values.
 
         Raises:
             TypeError: always, with the way out.
@@ -83,11 +83,20 @@ class RemoteColumn:
         """Raise, as `__getitem__`."""
         raise TypeError(self._has_no_values())
 
+    def _compute(self, *_: object) -> NoReturn:
+        """Raise, as `__getitem__`."""
+        raise TypeError(self._has_no_values())
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _compute
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __invert__ = _compute
+    __eq__ = __ne__ = _compute  # pyright: ignore[reportAssignmentType]
+    __hash__ = object.__hash__
+
     if not TYPE_CHECKING:  # type checkers report unknown names
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise for methods and attributes of tensors."""
-            raise AttributeError(f"{self._has_no_values()} (.{name})", name=name, obj=self)
+            raise AttributeError(f".{name}: {self._has_no_values()}", name=name, obj=self)
 
     def _has_no_values(self) -> str:
         """Return the message for a recipe that computes with the column."""

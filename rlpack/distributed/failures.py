@@ -4,7 +4,7 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
@@ -112,11 +112,10 @@ def describe_context(
     Args:
         call: the call that failed.
         cause: its error.
-        submitted: earlier calls that have not answered, in order.
+        submitted: calls that have not answered, in the order of submission; later ones explain nothing.
         in_background: names of the calls that run in threads.
     """
-    before = takewhile(lambda other: other.ref != call.ref, submitted.values())
-    earlier = [other for other in before if other.order != call.order]
+    earlier = [other for other in submitted.values() if other.order < call.order]
     # torch raises a RuntimeError from a collective in which a rank is missing.
     if earlier and isinstance(cause, RayTaskError) and isinstance(cause.cause, RuntimeError):
         first = earlier[0]

@@ -163,10 +163,10 @@ class _OwnFiles:
                 self._failure = self._failure or error
         if self._failure is not None and self._failure.errno in (errno.ENOSPC, errno.EDQUOT):
             existing = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+            free = f", where {shutil.disk_usage(existing).free:,} bytes are free"
             raise OSError(
-                f"the model doesn't fit into {self._folder}, where {shutil.disk_usage(existing).free:,} bytes are free "
-                f"({self._failure}); free some space and run the same command again, which continues from the newest "
-                "checkpoint"
+                f"the model doesn't fit into {self._folder}{free * (self._failure.errno == errno.ENOSPC)} "
+                f"({self._failure}); free some space and run the command again"
             ) from self._failure
         if self._failure is not None:
             raise self._failure

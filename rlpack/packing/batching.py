@@ -107,7 +107,8 @@ class Batching:
             raise PackingError(
                 f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple} (or "
                 "raised to that by cp_method=all_gather): sequences that share a prompt can't be aligned one by one; "
-                "set share_prompts=false, or pad_to_multiple=1 and cp_method=ulysses"
+                "set batching.share_prompts=false, or batching.pad_to_multiple=1 (and with cp "
+                "actor.parallel.cp_method=ulysses)"
             )
 
     @property

@@ -56,7 +56,7 @@ def check_datasets(config: Config) -> None:
             steps that another key doesn't allow.
         RewardError: a function or the judge's template needs a column that a split doesn't have.
     """
-    num_rows: float = math.inf
+    num_rows = num_used = math.inf
     texts = []
     for is_training, dataset in _small_splits(config):
         _check_split(config, dataset)
@@ -64,14 +64,15 @@ def check_datasets(config: Config) -> None:
             _check_demonstrations(config, dataset)
         texts.append(characters(dataset))
         if is_training:
-            num_rows = max(1, round(_rows(config.data, dataset) * config.data.fraction))
+            num_rows = _rows(config.data, dataset)
+            num_used = max(1, round(num_rows * config.data.fraction))
     for name, of_set in evaluation_sets.set_configs(config).items():
         with evaluation_sets.naming(config, name):
             check_held_out(of_set)
     if not _has_tokenizer(config):  # otherwise, report prompts that it can't encode first
-        check_enough_rows(config, num_rows)
-        if math.isfinite(num_rows):
-            with_steps(config, int(num_rows))
+        check_enough_rows(config, num_used, num_rows)
+        if math.isfinite(num_used):
+            with_steps(config, int(num_used))
         if len(texts) == 2:
             alphabet = ALPHABET if config.data.source == "arithmetic" else ""
             check_stop_ids(config, len({*SPECIAL_TOKENS, *alphabet, *texts[0], *texts[1]}))
@@ -111,24 +112,28 @@ def hub_datasets(config: Config) -> Iterator[Repository]:
                 yield Repository("dataset", source)
 
 
-def check_enough_rows(config: Config, num_rows: float) -> None:
+def check_enough_rows(config: Config, num_used: float, num_rows: float | None = None) -> None:
     """Raise if a step needs more prompts than there are, so that it would hold some of them twice.
+
+    Args:
+        config: the whole configuration.
+        num_used: number of rows of the training split that `data.fraction` leaves.
+        num_rows: number of all of its rows, if it is known.
 
     Raises:
         ConfigError: names both numbers.
     """
     prompts, fraction = config.trainer.prompts_per_step, config.data.fraction
-    if recipe_of(config).generates and prompts > num_rows:
-        rows = "1 row" if num_rows == 1 else f"{num_rows:g} rows"
-        share, way_out = (
-            ("", "add prompts")
-            if num_rows / fraction < prompts or fraction == 1
-            else (f" at data.fraction={fraction:g}", "raise data.fraction")
-        )
+    if recipe_of(config).generates and prompts > num_used:
+        rows = "1 row" if num_used == 1 else f"{num_used:g} rows"
+        share = f" at data.fraction={fraction:g}" if fraction < 1 else ""
+        ways = {"raise data.fraction": fraction < 1 and (num_rows or prompts) >= prompts}
+        ways |= {"add prompts": num_rows is None or num_rows < prompts}
+        way_out = " or ".join(way for way, works in ways.items() if works)
         raise ConfigError(
             [
                 f"trainer.prompts_per_step is {prompts}, but {config.data.source} has {rows} to train on{share}; "
-                f"set trainer.prompts_per_step to {num_rows:g} or less, or {way_out}"
+                f"set trainer.prompts_per_step to {num_used:g} or less, or {way_out}"
             ]
         )
 

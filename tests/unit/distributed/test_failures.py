@@ -92,8 +92,10 @@ def test_an_earlier_call_of_the_same_method_is_named_as_what_may_explain_a_lost_
     unanswered = {call.ref: call for call in [calls[0], *calls[4:]]}
     text = describe_context(calls[5], failure(RuntimeError("connection closed")), unanswered, [])
     assert text == "; rank 0 had not answered one.prepare before, which may be why"
-    own = {call.ref: call for call in calls[4:]}
-    assert describe_context(calls[5], failure(RuntimeError("connection closed")), own, []) == ""
+    for others in (calls[4:5], calls[2:]):  # of the same call, and of later ones
+        unanswered = {call.ref: call for call in others}
+        failed = calls[5] if others == calls[4:5] else calls[1]
+        assert describe_context(failed, failure(RuntimeError("connection closed")), unanswered, []) == ""
 
 
 def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():

@@ -28,6 +28,8 @@ def test_a_step_takes_no_prompt_twice(data):
         check_datasets(Config(data=data, trainer=Trainer(prompts_per_step=3)))
     with pytest.raises(ConfigError, match=r"has 1 row to train on at data.fraction=0.5; .* or raise data.fraction"):
         check_datasets(Config(data=data.model_copy(update={"fraction": 0.5}), trainer=Trainer(prompts_per_step=2)))
+    with pytest.raises(ConfigError, match=r"has 1 row to train on at data.fraction=0.1; .* or add prompts"):
+        check_datasets(Config(data=data.model_copy(update={"fraction": 0.1}), trainer=Trainer(prompts_per_step=8)))
     generated = Data(generator={"train_size": 16})
     check_datasets(Config(data=generated, trainer=Trainer(prompts_per_step=16)))
     with pytest.raises(ConfigError, match="but arithmetic has 16 rows"):

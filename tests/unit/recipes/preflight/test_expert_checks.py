@@ -72,9 +72,16 @@ def test_experts_of_a_size_that_grouped_products_refuse_are_named_with_the_next_
         check_experts(config, model)
 
 
-@pytest.mark.parametrize(("size", "works"), [(63, False), (62, False), (60, True), (64, True)])
-def test_grouped_products_of_torch_have_the_limit_that_is_checked(size: int, works: bool):
-    rows, weights = torch.ones(6, size), torch.ones(2, 8, size)
+@pytest.mark.parametrize(
+    ("size", "dtype", "works"),
+    [
+        *[(63, "float32", False), (62, "float32", False), (60, "float32", True)],
+        *[(60, "bfloat16", False), (64, "bfloat16", True)],
+    ],
+)
+def test_grouped_products_of_torch_have_the_limit_that_is_checked(size: int, dtype: str, works: bool):
+    kind = getattr(torch, dtype)
+    rows, weights = torch.ones(6, size, dtype=kind), torch.ones(2, 8, size, dtype=kind)
     ends = torch.tensor([2, 6], dtype=torch.int32)
     if works:
         assert torch.nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends).unique().tolist() == [size]
