@@ -74,7 +74,8 @@ def test_an_evaluation_replaces_an_engine_that_died_and_counts_it(whole: Command
     found: dict[str, Any] = {}
     for output in ("undisturbed", "disturbed"):
         words = (
-            *("evaluate", str(whole.run_dir), "evaluate.samples=8", "evaluate.prompts_per_part=1"),
+            # With two prompts, either engine has one in each part.
+            *("evaluate", str(whole.run_dir), "evaluate.samples=8", "evaluate.prompts_per_part=2"),
             *(f"evaluate.output_dir={output}", "rollout.max_new_tokens=60"),
         )
         with started_words(tmp_path, list(words), tmp_path / output) as command:
