@@ -38,7 +38,9 @@ def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object, 
     arguments = (function, arguments)
     results, error, codes = _attempt(tmp_path, size, timeout_s, arguments)
     if error is not None and any(code in _CRASHES for code in codes):
-        warnings.warn(f"ranks ended with the exit codes {codes} and run again: {error!r}", stacklevel=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # a line of pytest's summary; other warnings are errors
+            warnings.warn(f"ranks ended with the exit codes {codes} and run again: {error!r}", stacklevel=2)
         results, error, codes = _attempt(tmp_path, size, timeout_s, arguments)
     if error is not None:
         error.add_note(f"exit codes of the processes (a negative one is a signal): {codes}")
