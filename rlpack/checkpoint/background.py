@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.sharded import save_error
+from rlpack.gloo import GLOO
 
 
 class BackgroundSaver:
@@ -47,7 +48,7 @@ class BackgroundSaver:
         """
         assert self._save is None, "wait for the last save first"
         if self._group is None or self._stager is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            group = dist.new_group(backend=GLOO, timeout=timedelta(seconds=timeout_s))
             assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
             self._group = group
             self._stager = DefaultStager(StagingOptions(False, False, False, False))

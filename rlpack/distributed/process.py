@@ -30,6 +30,7 @@ from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
+from rlpack.gloo import GLOO
 from rlpack.malloc_settings import keep_freed_memory
 from rlpack.role_call import role_call
 from rlpack.run_log import log_until_exit
@@ -98,7 +99,7 @@ class RankProcess:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
         store = self._rendezvous_store or TCPStore(*address, is_master=False, timeout=timeout)
-        backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "gloo"
+        backend = f"cpu:{GLOO},cuda:nccl" if self._context.device == "cuda" else GLOO
         dist.init_process_group(
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
         )

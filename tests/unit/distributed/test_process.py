@@ -106,7 +106,7 @@ def process() -> Iterator[RankProcess]:
 
 
 def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo_one_thread")
     settings: tuple[Any, ...] = (tiny_config(), tiny_tokenizer())
     process.start_role("actor", "rlpack.workers.actor:ActorWorker", settings)
     process.start_role("reward", "rlpack.workers.reward:RewardWorker", settings)
