@@ -9,15 +9,17 @@ collectives in the same order, so results are the same; collectives of one group
 
 import os
 from datetime import timedelta
+from typing import Any, cast
 
-from torch.distributed import Backend, ProcessGroupGloo, Store
+from torch.distributed import Backend, ProcessGroupGloo
+from torch.distributed.distributed_c10d import Store
 
 GLOO = "gloo_one_thread"
 
 
 def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """Make a gloo group as torch does, with one thread."""
-    options = ProcessGroupGloo._Options()
+    options = cast(Any, ProcessGroupGloo)._Options()
     options._timeout, options._threads = timeout, 1
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if interfaces:
