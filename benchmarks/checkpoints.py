@@ -23,6 +23,7 @@ from rlpack.checkpoint.background import BackgroundSaver
 from rlpack.checkpoint.commit import newest
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.gloo import GLOO
 from rlpack.models.optimizers import build_optimizer
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 
@@ -86,7 +87,7 @@ def main() -> None:
     at_once, in_background, steps = [], [], {True: [], False: []}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        dist.init_process_group(GLOO, init_method=store, rank=0, world_size=1)
         root, writer = Path(folder) / "checkpoints", CheckpointWriter(keep=2, timeout_s=TIMEOUT_S)
         for number in range(1, 2 * options.rounds + 1):
             background = number % 2 == 0

@@ -42,6 +42,7 @@ from benchmarks.family_configs import VOCABULARY, tiny_config
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
+from rlpack.gloo import GLOO
 from rlpack.models import attention, own_attention
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores, has_experts
@@ -332,7 +333,7 @@ def _generate(source: Path) -> str:
 def _one_rank() -> Iterator[None]:
     """Start a process group of only this process."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        torch.distributed.init_process_group(GLOO, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         try:
             yield
         finally:

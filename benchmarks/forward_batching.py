@@ -27,6 +27,7 @@ from rlpack.config.sections.role_batching import ForwardBatching
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
+from rlpack.gloo import GLOO
 from rlpack.models.flops import sequence_cost
 from rlpack.models.loading import build_meta_model
 from rlpack.packing import Batching, MicrobatchPlan, make_plan
@@ -95,7 +96,7 @@ def rows_of(lengths: np.ndarray, vocabulary: int, seed: int) -> BatchedDataDict:
 def measure(rank: int, arguments: argparse.Namespace, store: str, results: str) -> None:
     """Time both plans on one rank; the first one writes the times and every rank its largest difference."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    dist.init_process_group(GLOO, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
     tokenizer, config = character_tokenizer(CHARACTERS), config_of(arguments.factor)
     lengths = long_tailed_lengths(arguments.rows, arguments.seed)
     plans = plans_of(config, lengths, arguments.ranks, len(tokenizer))

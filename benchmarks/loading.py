@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpack.config.schema import Model
+from rlpack.gloo import GLOO
 from rlpack.malloc_settings import keep_freed_memory, returning_freed_memory
 from rlpack.models import own_attention
 from rlpack.models.check_gradients import check_gradients
@@ -168,7 +169,7 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     keep_freed_memory()
     store = f"file://{folder}/store"
     deadline = timedelta(minutes=10)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=deadline)
+    dist.init_process_group(GLOO, init_method=store, rank=rank, world_size=options.ranks, timeout=deadline)
     mesh = init_device_mesh("cpu", (options.ranks,))
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak

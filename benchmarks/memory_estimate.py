@@ -29,6 +29,7 @@ from rlpack.config.sections.optimization import Lora
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.context import RankContext
+from rlpack.gloo import GLOO
 from rlpack.models.inputs import pack_rows
 from rlpack.models.memory_simulation import SimulatedMicrobatch
 from rlpack.models.policy import TokenScores
@@ -119,7 +120,7 @@ def measure(setting: Setting, size: Size, rank: int, store: str, *, resident: bo
     several = setting.microbatches > 1
     memory = role_memory(config, "actor", tokenizer, SimulatedMicrobatch(shared, longest), several=several)
     on_host = {"none": 0, "optimizer": memory.optimizer, "parameters": memory.kept}[setting.offload]
-    backend = "cpu:gloo,cuda:nccl" if size.device == "cuda" else "gloo"
+    backend = f"cpu:{GLOO},cuda:nccl" if size.device == "cuda" else GLOO
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setting.ranks)
     context = RankContext("main", rank, role_layout(config, "actor"), size.device)
     begun = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if not resident else None

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlpack.config.schema import Model
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.gloo import GLOO
 from rlpack.models.inputs import pack_rows
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.optimizers import build_optimizer
@@ -87,7 +88,7 @@ def build_policy(arguments: argparse.Namespace) -> tuple[Policy, torch.optim.Opt
     if arguments.switch == "gradient_checkpointing":
         policy.checkpoint_activations(setting)
         return policy, None
-    backend = "cpu:gloo,cuda:nccl" if arguments.device == "cuda" else "gloo"
+    backend = f"cpu:{GLOO},cuda:nccl" if arguments.device == "cuda" else GLOO
     place = {"rank": arguments.rank, "world_size": arguments.ranks}
     dist.init_process_group(backend, init_method=f"file://{arguments.store}", **place)
     mesh = init_device_mesh(arguments.device, (arguments.ranks,))

@@ -28,6 +28,7 @@ from rlpack.config.schema import Actor, Config, Model, Placement, Pool
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.context import RankContext
+from rlpack.gloo import GLOO
 from rlpack.models.inputs import pack_rows
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import TokenScores
@@ -77,7 +78,7 @@ def run(rank: int, store: str, options: argparse.Namespace) -> None:
     if hasattr(os, "sched_setaffinity") and not options.sleep_ms:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
+    dist.init_process_group(GLOO, init_method=f"file://{store}", rank=rank, world_size=options.ranks)
     tokenizer = character_tokenizer(CHARACTERS)
     inputs = pack_rows([torch.randint(len(tokenizer), (options.tokens // 4,)) for _ in range(4)])
     steppers = {}

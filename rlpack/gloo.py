@@ -5,6 +5,7 @@ to one string, without a lock (`ProcessGroupGloo::runLoop`, torch 2.11 to 2.13).
 characters that a string holds itself, as `ALLGATHER_COALESCED` of a functional all-gather, both threads can free the
 same memory; the process crashes in malloc, then or later. A group with one thread has no such race. It starts
 collectives in the same order, so results are the same; collectives of one group don't overlap.
+`benchmarks/gloo_threads.py` repeats the crash.
 """
 
 import os

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from rlpack.gloo import GLOO
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -73,7 +75,7 @@ def seconds_of(run: Callable[[], object], device: str, *, repeats: int = 10, war
 def one_rank(device: str) -> Iterator[None]:
     """Run the body in a process group of only this process, as on a run's only rank."""
     with tempfile.TemporaryDirectory() as folder:
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        backend = f"cpu:{GLOO},cuda:nccl" if device == "cuda" else GLOO
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield

@@ -17,6 +17,7 @@ from rlpack.config.schema import Algorithm, Evaluation, Rollout, Trainer
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.process import load_class
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.gloo import GLOO
 from rlpack.packing import Batching
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.session import Session
@@ -36,7 +37,7 @@ ADVANTAGES = {"remax": {"advantage": "remax"}}
 def process_group(tmp_path: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)

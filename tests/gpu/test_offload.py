@@ -12,6 +12,7 @@ from rlpack.checkpoint.background import BackgroundSaver
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.compute import Checkpointing, Offload
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.gloo import GLOO
 from rlpack.models.inputs import pack_rows
 from rlpack.models.optimizers import build_optimizer
 from rlpack.models.parallel import clip_grad_norm, reshard, shard_model
@@ -33,7 +34,7 @@ SETTINGS = Optimizer(learning_rate=0.01)
 def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.cuda.set_device(0)
     store = f"file://{tmp_path / 'meeting'}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    dist.init_process_group(f"cpu:{GLOO},cuda:nccl", init_method=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

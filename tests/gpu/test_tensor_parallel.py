@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from rlpack.gloo import GLOO
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.inputs import pack_rows
 from rlpack.models.parallel import shard_model
@@ -29,7 +30,7 @@ ROWS = tiny_rows([30, 1, 47, 22])
 def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.cuda.set_device(0)
     store = f"file://{tmp_path / 'meeting'}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    dist.init_process_group(f"cpu:{GLOO},cuda:nccl", init_method=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,3 +23,22 @@ def test_a_group_has_one_thread_and_its_timeout_and_gathers(tmp_path: Path):
             assert gathered[0].tolist() == [1, 1, 1]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("interfaces", "count"), [("lo", 1), ("lo,lo", 2)])
+def test_a_group_uses_the_interfaces_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interfaces: str, count: int
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        options = cast(Any, dist.group.WORLD)._get_backend(torch.device("cpu")).options
+        assert len(options._devices) == count
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_interface_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing0")
+    with pytest.raises(RuntimeError, match="missing0"):
+        dist.init_process_group(GLOO, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -18,12 +18,13 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.restricted import read_index
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.gloo import GLOO
 from rlpack.models.optimizers import build_optimizer
 
 
 @pytest.fixture(autouse=True)
 def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

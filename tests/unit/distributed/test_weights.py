@@ -16,6 +16,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.gloo import GLOO
 from rlpack.packing import Batching
 from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.types import SamplingParams
@@ -31,7 +32,7 @@ CANARY = canary_tokens(len(tiny_tokenizer()))
 
 @pytest.fixture(autouse=True)
 def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

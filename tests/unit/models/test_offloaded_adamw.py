@@ -14,6 +14,7 @@ from rlpack.checkpoint.background import BackgroundSaver
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.compute import Offload
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.gloo import GLOO
 from rlpack.models.offloaded_adamw import OffloadedAdamW
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 
@@ -24,7 +25,7 @@ LARGEST = 2 * 4 * 64 * 32
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from rlpack.config.schema import Algorithm, Config, Model, SFTWarmup, Trainer
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.restarts import Restarts
+from rlpack.gloo import GLOO
 from rlpack.observe import run_lock
 from rlpack.observe.console import Sample
 from rlpack.observe.errors import RunDirectoryError
@@ -139,7 +140,7 @@ def no_cluster(*arguments: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("damage")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
     actor = ActorWorker.from_settings(
         RankContext("main", 0, ParallelLayout()), config_of(folder / "run"), tiny_tokenizer()
     )

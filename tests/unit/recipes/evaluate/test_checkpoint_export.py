@@ -13,6 +13,7 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.sharded import save_training_state
 from rlpack.config.schema import Actor, Config, Lora, Model
 from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.gloo import GLOO
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.optimizers import build_optimizer
 from rlpack.models.policy import Policy
@@ -28,7 +29,7 @@ from tests.whole_weights import full_state_dict
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(GLOO, init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -124,7 +125,7 @@ def export_memory(mesh: object, rank: int, checkpoint: str, small: str, folder: 
 def test_an_export_holds_the_model_once(tmp_path: Path) -> None:
     shape, folders, size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}, [], 0
     for name, changes in (("large", shape), ("small", {})):
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}-meeting", rank=0, world_size=1)
+        dist.init_process_group(GLOO, init_method=f"file://{tmp_path / name}-meeting", rank=0, world_size=1)
         config = tiny_config(data=DATA, model=Model(config=MODEL | changes))
         checkpoint, policy = checkpoint_of(tmp_path / name, config)
         folders.append(str(checkpoint))
