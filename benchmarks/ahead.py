@@ -1,15 +1,16 @@
 """Time steps with and without `trainer.lead`, on two cores, with a tail of long responses.
 
-    python -m benchmarks.ahead [--repeats 3] [--steps 24] [--mini-batches 4] [--prompts 8] [--longest 450] [--bar 1.5]
+    python -m benchmarks.ahead [--repeats 3] [--steps 24] [--mini-batches 4] [--prompts 10] [--longest 450] [--bar 1.5]
 
-One response in eleven is as long as the limit, five times the mean of the others, so most of generation waits for a few
-responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a lead, and one
-rank for each with a lead of one step. A run's figure is the mean of its steps but the first two and the last.
-`--mini-batches` is the number of optimizer steps of a batch; with 1, training skips the pass over old log-probs.
-`--prompts` is their number in a step: the fewer, the larger the part of generation, whose longest responses take the
-same time. With 8 it takes about as long as training. `--longest` is the limit of a response in tokens: with a larger
-one, a step takes longer, and what the driver does between the parts of a step is a smaller share of it. Exits with 1
-if a lead takes fewer than `--bar` times the steps of the same ranks without one.
+One prompt in ten has responses as long as the limit, five times the mean of the others, so most of generation waits for
+a few responses. The dataset has the prompts of one step, so that every step has the same share of long responses. Three
+ways take turns: two ranks that generate and train in turns, one rank for each without a lead, and one rank for each
+with a lead of one step. A run's figure is the mean of its steps but the first two and the last. `--mini-batches` is the
+number of optimizer steps of a batch; with 1, training skips the pass over old log-probs. `--prompts` is their number in
+a step: the fewer, the larger the part of generation, whose longest responses take the same time. `--longest` is the
+limit of a response in tokens: with a larger one, a step takes longer, and what the driver does between the parts of a
+step is a smaller share of it. Exits with 1 if a lead takes fewer than `--bar` times the steps of the same ranks without
+one.
 """
 
 import argparse
@@ -27,9 +28,9 @@ import numpy as np
 from benchmarks.trl_grpo import ALPHABET, ROOT
 
 DEADLINE_S, GROUP = 600.0, 2
-# Tokens of a long response over the mean of a short one.
-TAIL = 5
-SHORT_LETTERS, LONG_LETTERS, LAST = ALPHABET[:20], ALPHABET[20:22], ALPHABET[22]
+# Tokens of a long response over the mean of a short one, and the share of long ones.
+TAIL, SHARE = 5, 0.1
+SHORT_LETTERS, LONG_LETTERS = ALPHABET[:20], ALPHABET[20:22]
 WAYS = {
     "two ranks in turns": ("placement=cpu",),
     "a rank for each, lead 0": ("placement=two_pools",),
@@ -37,12 +38,11 @@ WAYS = {
 }
 
 
-def write_inputs(folder: Path, longest: int) -> None:
-    """Save a model whose responses are short or as long as the limit of `longest` tokens, and the prompts.
+def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
+    """Save a model whose responses are short or as long as the limit of `longest` tokens, and the prompts of a step.
 
     Only the embedding sets two entries of the hidden state: a constant, and the letter's kind. The output layer reads
-    them, so that a response has letters of one kind, which its first letter decides, and ends with the probability of
-    this kind. The letter that prompts end with has none.
+    them, so that a response has letters of the kind of its prompt's last letter, and ends with this kind's probability.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -64,8 +64,8 @@ def write_inputs(folder: Path, longest: int) -> None:
         eos_token_id=eos_id(tokenizer),
     )
     model: Any = Qwen2ForCausalLM(config)
-    kinds = torch.tensor([1.0] * len(SHORT_LETTERS) + [-1.0] * len(LONG_LETTERS) + [0.0])
-    ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(ALPHABET)))
+    kinds = torch.tensor([1.0] * len(SHORT_LETTERS) + [-1.0] * len(LONG_LETTERS))
+    ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(SHORT_LETTERS + LONG_LETTERS)))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[:2] = 0
@@ -82,16 +82,20 @@ def write_inputs(folder: Path, longest: int) -> None:
         # its log odds after a short letter, and -40 or less after others.
         head[ids, 0] = -20 / size
         head[ids, 1] = 20 * kinds / size
-        head[ids[-1], 0] = -80 / size
         head[config.eos_token_id, 0] = -40 / size
         head[config.eos_token_id, 1] = (40 + float(np.log(len(SHORT_LETTERS) / (longest / TAIL - 1)))) / size
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list(ALPHABET), rng.integers(8, 25))) + LAST for _ in range(1024)]
+    num_long = max(1, round(num_prompts * SHARE))
+    last = (
+        rng.choice(list(LONG_LETTERS), num_long).tolist()
+        + rng.choice(list(SHORT_LETTERS), num_prompts - num_long).tolist()
+    )
+    texts = ["".join(rng.choice(list(ALPHABET), rng.integers(8, 25))) + letter for letter in last]
     records = "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts)
     (folder / "prompts.jsonl").write_text(records, encoding="utf-8")
-    (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[:2]), encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[-2:]), encoding="utf-8")
 
 
 class Work(NamedTuple):
@@ -145,7 +149,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mini-batches", type=int, default=4, choices=(1, 2, 4))
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--longest", type=int, default=450)
     parser.add_argument("--bar", type=float, default=1.5)
     options = parser.parse_args()
@@ -154,7 +158,7 @@ def main() -> int:
     work = Work(options.steps, options.mini_batches, options.prompts, options.longest)
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
-        write_inputs(Path(name), options.longest)
+        write_inputs(Path(name), options.longest, options.prompts)
         for _ in range(options.repeats):
             for way, overrides in WAYS.items():
                 found[way].append(run(Path(name), overrides, work))

@@ -85,7 +85,7 @@ def main() -> int:
     largest = 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder, LONGEST)
+        write_inputs(folder, LONGEST, 1024)
         lengths, rates = np.zeros(0, dtype=np.int64), Rates()
         print(f"{'lead':>4} {'engines':>8} {'training':>9} {'measured':>9} {'forecast':>9}  steps an hour", flush=True)
         for setup, overrides in RUNS.items():
