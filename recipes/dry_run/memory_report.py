@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rlpack.cli.tables import table
 from rlpack.config.layout_sizes import layout_sizes
-from rlpack.config.roles import pool_of
+from rlpack.config.roles import WITH_LAYOUTS, pool_of, role_parallel
 from rlpack.config.schema import Config
 from rlpack.distributed.errors import in_units
 from rlpack.models.live_bytes import Use
@@ -29,7 +29,10 @@ def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePla
     )
     for role, each in plans.items():
         ranks = config.placement.pools[pool_of(config, role)].ranks
-        sizes = " × ".join(f"{name} {size}" for name, size in layout_sizes(config, role, ranks).items() if size > 1)
+        layout = layout_sizes(config, role, ranks)
+        if role in WITH_LAYOUTS:
+            layout["vpp"] = role_parallel(config, role).vpp
+        sizes = " × ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
         steps, count = each.plan.num_steps, each.per_step
         yield (
             f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {steps} "

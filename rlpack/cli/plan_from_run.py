@@ -67,4 +67,6 @@ def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
     texts = [f"--{name.replace('_', '-')} {value}" for name, value in applied.items() if name not in unread]
     if arguments.cost is not None and "fit" not in arguments.given:
         texts.append("FLOPs of its model")
+    if plans and batching.divisible_by > 1:
+        texts.append(f"microbatches in multiples of {batching.divisible_by}")
     return f"as in step {record.step} of {arguments.lengths}: {', '.join(texts)}" if texts else ""

@@ -131,6 +131,8 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
     nearest = usual or _nearest(unknown[0], where, below, root)
     place, _, name = (nearest or "").rpartition(".")
     is_near = nearest is not None and len(unknown) == 1 and (place == where or name == unknown[0])
+    if usual is None and nearest and unknown[1:] and find(whole := ".".join([nearest, *unknown[1:]]), root):
+        nearest, is_near = whole, True
     if usual is None and not is_near and (answer := foreign_answer_by_last_part(path)):
         return f"{path} is not a key; {answer}"
     hint = f"; did you mean {nearest}?" + (f" ({note})" if note else "") if nearest else ";"

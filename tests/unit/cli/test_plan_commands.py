@@ -277,6 +277,15 @@ def test_damaged_metrics_are_one_warning_with_a_count(
     ]
 
 
+def test_a_plan_names_the_multiple_of_microbatches_that_the_run_had(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = make_plan([40, 30, 20, 20], Batching(max_tokens=64, divisible_by=4), dp_size=1)
+    PlanRecord.of(plan, step=3).write(tmp_path / "packing.json")
+    code, out, _ = run(capsys, "plan", str(tmp_path))
+    assert (code, "microbatches in multiples of 4" in out.splitlines()[0]) == (0, True)
+
+
 def test_a_run_gives_ranks_batching_and_model_for_what_is_left_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

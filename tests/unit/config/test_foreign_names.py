@@ -75,6 +75,8 @@ def test_every_name_is_answered_by_its_own_row(name: ForeignName):
         ("trainer.beta", "that is TRL's and Tunix's name; here it is algorithm.kl_coef"),  # no key of trainer is nearer
         ("actor.optimizer.beta", "did you mean actor.optimizer.beta2?"),
         ("trainer.max_token", "did you mean judge.max_tokens?"),
+        ("actor.paralel.tp", "did you mean actor.parallel.tp?"),
+        ("trainr.steps", "did you mean trainer.steps?"),  # not OpenRLHF's name
         ("trainer.epoch", "trainer has: steps,"),
     ],
 )

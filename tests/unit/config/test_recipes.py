@@ -156,7 +156,7 @@ def test_its_keys_are_checked_like_any_other(own, capsys):
         ("my_section.key=-1", "my_section.key is -1; it has to be at least 0"),
         ("my_section.key=x", "my_section.key is 'x'; it has to be a whole number"),
         ("my_section.key=7", "my_section.key is 7; set another number"),
-        ("my_sectoin.key=3", "my_sectoin.key is not a key; did you mean my_section?"),
+        ("my_sectoin.key=3", "my_sectoin.key is not a key; did you mean my_section.key?"),
         ("dapo.max_rounds=3", "dapo.* belongs to recipe=dapo"),
     ):
         assert main(["train", f"recipe.target={own}", override]) == 2

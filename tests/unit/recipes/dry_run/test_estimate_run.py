@@ -55,6 +55,13 @@ def test_the_length_of_a_run_in_passes_is_shown_in_steps(capsys: pytest.CaptureF
     assert "run: 12 steps of 8 prompts, 3 passes over 32 prompts\n" in capsys.readouterr().out
 
 
+def test_virtual_stages_are_shown_with_the_layout(capsys: pytest.CaptureFixture[str]):
+    actor = Actor(isolation_check=False, parallel=Parallel(pp=2, vpp=2))
+    model = Model(config=TINY | {"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 4})
+    assert main(config(actor=actor, model=model), None, print)
+    assert "actor: 2 ranks (pp 2 × vpp 2); " in capsys.readouterr().out
+
+
 def gpus(count: int, **options: Any) -> Placement:
     return Placement(pools={"main": Pool(ranks=count, gpus_per_rank=1.0)}, **options)
 
