@@ -37,6 +37,7 @@ import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
+from rlpack.counted import counted
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
@@ -299,8 +300,9 @@ class Router:
             self._queue(rows)
         for row, failure in list(failures.items())[:1]:
             logger.warning(
-                "role %s, rank %d: %d row(s) are generated again from their seeds, the first one %s: %s",
-                *(self._group.role, rank, len(failures), self._named(row), failure),
+                "role %s, rank %d: generating %s again from %s, the first one %s: %s",
+                *(self._group.role, rank, counted(len(failures), "row")),
+                *("its seed" if len(failures) == 1 else "their seeds", self._named(row), failure),
             )
 
     def _named(self, row: int) -> str:

@@ -22,6 +22,7 @@ from rlpack.config.roles import (
     started_roles,
 )
 from rlpack.config.schema import Config
+from rlpack.counted import counted
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.models.errors import ModelError
@@ -219,21 +220,9 @@ def run_line(config: Config, num_prompts: int) -> str:
     passes = trainer.steps * trainer.prompts_per_step / num_prompts
     least = "" if recipe_of(config).draws_once else "at least "  # prompts that are discarded are replaced
     return (
-        f"run: {_counted(trainer.steps, 'step')} of {_counted(trainer.prompts_per_step, 'prompt')}, "
-        f"{least}{_counted(passes, 'pass', 'passes')} over {_counted(num_prompts, 'prompt')}"
+        f"run: {counted(trainer.steps, 'step')} of {counted(trainer.prompts_per_step, 'prompt')}, "
+        f"{least}{counted(passes, 'pass', 'passes')} over {counted(num_prompts, 'prompt')}"
     )
-
-
-def _counted(number: float, singular: str, plural: str | None = None) -> str:
-    """Return a number with its noun.
-
-    >>> _counted(1, "step"), _counted(2000.0, "pass", "passes"), _counted(0.0977, "pass", "passes")
-    ('1 step', '2,000 passes', '0.098 passes')
-    >>> _counted(99.6, "pass", "passes"), _counted(1.04, "pass", "passes")
-    ('100 passes', '1 pass')
-    """
-    text = f"{number:,.0f}" if number == int(number) or number >= 10 else f"{number:.2g}"
-    return f"{text} {singular if text == '1' else plural or singular + 's'}"
 
 
 def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:

@@ -10,6 +10,7 @@ from rlpack.config.layout_remedies import alternatives, more_ranks, nearest, nea
 from rlpack.config.layout_sizes import SIZES
 from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
+from rlpack.counted import counted
 
 
 def layout_problems(config: Config) -> Iterator[str]:
@@ -41,7 +42,7 @@ def _problem(config: Config, role: str) -> str | None:
         is_or_are = "doesn't divide" if named.count("×") == 0 else f"is {product}, which doesn't divide"
         way_out = alternatives(nearest_layout(config, role), more_ranks(config, role))
         return (
-            f"{named} {is_or_are} the {ranks} rank(s) of placement.pools.{pool}, on which the {role} runs; "
+            f"{named} {is_or_are} the {counted(ranks, 'rank')} of placement.pools.{pool}, on which the {role} runs; "
             f"set {way_out or elsewhere}"
         )
     if parallel.dp_shard not in (-1, ranks // product):
@@ -60,8 +61,8 @@ def _problem(config: Config, role: str) -> str | None:
     if (shards := ranks * parallel.cp // product) % parallel.ep:
         way_out = remedy(config, role, [{"ep": ep} for ep in nearest(parallel.ep, range(1, shards + 1))])
         return (
-            f"{_key(config, role, 'ep')} ({parallel.ep}) doesn't divide the {shards} rank(s) of dp_shard · cp, from "
-            f"which the {role} takes the ranks that share experts; set {way_out or elsewhere}"
+            f"{_key(config, role, 'ep')} ({parallel.ep}) doesn't divide the {counted(shards, 'rank')} of dp_shard · "
+            f"cp, from which the {role} takes the ranks that share experts; set {way_out or elsewhere}"
         )
     return None
 

@@ -144,15 +144,16 @@ def deadline_error(
         first = next(iter(stopped))
         waiting = sorted({call.rank for call in calls if call.role == first.role and call not in stopped})
         in_collective = bool(waiting) and not first.background
-        others = f"; rank(s) {', '.join(map(str, waiting))} wait for it in a collective" if in_collective else ""
+        wait = "waits" if len(waiting) == 1 else "wait"
+        others = f"; {_ranks(waiting)} {wait} for it in a collective" if in_collective else ""
         return _stopped_error(f"no answer within {timeout_s:g} s", stopped, others)
-    ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
+    ranks = _ranks(sorted({call.rank for call in calls if call.role == calls[0].role}))
     way_out = (
         "the process hangs, since the call ends by itself long before"
         if is_own
         else "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer"
     )
-    cause = f"no answer from rank(s) {ranks} within {timeout_s:g} s; {way_out}"
+    cause = f"no answer from {ranks} within {timeout_s:g} s; {way_out}"
     return RoleError(calls[0].role, calls[0].rank, calls[0].method, cause)
 
 
@@ -166,6 +167,10 @@ def error_beside_stopped(call: RankCall, cause: RayError, stopped: Mapping[RankC
     """
     failed = f"; meanwhile role {call.role} failed on rank {call.rank} in {call.method}: {describe_error(cause)}"
     return _stopped_error("no answer", stopped, failed)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def _stopped_error(silence: str, stopped: Mapping[RankCall, int], others: str) -> RoleError:

@@ -380,8 +380,8 @@ class WorkerGroup(Generic[W]):
             return self.plan(batch, mini_batches=mini_batches, whole_groups=whole_groups)
         if self._plan.num_ranks != self.dp_size:
             raise PackingError(
-                f"a call of {self.role}, which has {self.dp_size} data rank(s), was given a plan for "
-                f"{self._plan.num_ranks}; make it with the `plan` method of {self.role}'s own group"
+                f"a call of {self.role} was given a plan for another number of data ranks ({self._plan.num_ranks} "
+                f"instead of {self.dp_size}); make it with the `plan` method of {self.role}'s own group"
             )
         if not np.array_equal(self._plan.request.lengths, _token_counts(batch)):
             raise PackingError(f"a call of {self.role} was given the plan of a batch with other lengths")

@@ -11,6 +11,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import optimizers
 from rlpack.config.schema import Config
+from rlpack.counted import counted
 from rlpack.observe.run_dir import CHECKPOINTS, CONFIG, flat
 
 STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
@@ -146,10 +147,10 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
             shared = "".join(f" with {role}.parallel.{names[place]}={now[place]}" for place in differing)
             old_shared = "".join(f" with {names[place]}={before[place]}" for place in differing)
             yield (
-                f"the {role} is sharded over {now[0]} rank(s){shared} and the checkpoint in run_dir={config.run_dir} "
-                f"was written by {before[0]}{old_shared}; 8-bit moments can't be resharded: set "
-                f"placement.pools.*.ranks, {role}.parallel.dp_replicate, .tp and .ep as they were, or choose another "
-                "run_dir"
+                f"the {role} is sharded over {counted(now[0], 'rank')}{shared} and the checkpoint in "
+                f"run_dir={config.run_dir} was written by {before[0]}{old_shared}; 8-bit moments can't be resharded: "
+                f"set placement.pools.*.ranks, {role}.parallel.dp_replicate, .tp and .ep as they were, or choose "
+                "another run_dir"
             )
 
 

@@ -58,9 +58,9 @@ def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path, how:
     assert 3 <= times[1] - times[0] < 10  # the error is known, and a run has printed it, before anything is ended
     assert time.monotonic() - times[0] < 60
     message = {
-        "asleep": "role sleepy, rank 1, in hang: no answer from rank(s) 1 within 3 s; raise",
+        "asleep": "role sleepy, rank 1, in hang: no answer from rank 1 within 3 s; raise",
         "stopped": f"role sleepy, rank 1, in wait_for_all: no answer within 3 s, because process {pids[1]} (rank 1) is "
-        "stopped, by SIGSTOP, a debugger or a scheduler; rank(s) 0 wait for it in a collective; ",
+        "stopped, by SIGSTOP, a debugger or a scheduler; rank 0 waits for it in a collective; ",
     }
     assert str(failure.value).startswith(message[how])
     assert len(started) > 3

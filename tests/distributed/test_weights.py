@@ -95,7 +95,7 @@ def test_a_bucket_that_misses_the_deadline_ends_the_ranks(groups: Groups, monkey
     group.run(Echo.harm_bucket, 2, "delay")
     monkeypatch.setattr(group.ranks, "_call_s", 2.0)
     # One group is source and target here: the load that waits for the export is a call of its rank 0, too.
-    assert refusal(group, channel, "export_bucket").startswith("no answer from rank(s) 0, 0 within 2 s; raise")
+    assert refusal(group, channel, "export_bucket").startswith("no answer from rank 0 within 2 s; raise")
 
 
 def test_a_failed_export_is_named_though_other_ranks_wait_in_a_collective_and_loads_wait_for_it(groups: Groups):

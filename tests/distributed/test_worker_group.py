@@ -264,7 +264,7 @@ def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups
     group.submit(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
     with prompt_failure() as failure:
         group.run(Faulty.wait_for_all)
-    message = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0 within 2 s"
+    message = "role hangs_first, rank 0, in hang_over_rows: no answer from rank 0 within 2 s"
     assert str(failure.value).startswith(message)
 
 
@@ -275,7 +275,7 @@ def test_a_call_that_hangs_is_named_though_later_ones_were_submitted_meanwhile(g
     group.submit(Faulty.wait_for_all)
     with prompt_failure() as failure:
         pending.result()
-    message = "role exports, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
+    message = "role exports, rank 0, in hang_over_rows: no answer from ranks 0, 1 within 2 s"
     assert str(failure.value).startswith(message)
 
 

@@ -73,7 +73,7 @@ def test_roles_without_a_model_have_data_ranks_only():
         (
             4,
             {"dp_replicate": 3},
-            "actor.parallel.dp_replicate (3) doesn't divide the 4 rank(s) of placement.pools.main, on which the actor "
+            "actor.parallel.dp_replicate (3) doesn't divide the 4 ranks of placement.pools.main, on which the actor "
             "runs; set actor.parallel.dp_replicate=2, or placement.pools.main.ranks=6",
         ),
         (
@@ -88,14 +88,14 @@ def test_roles_without_a_model_have_data_ranks_only():
             "actor.parallel.dp_shard=4, or actor.parallel.dp_shard=-1, or placement.pools.main.ranks=2",
         ),
         (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard=2, or actor.parallel.dp_shard=-1"),
-        (4, {"cp": 3}, "actor.parallel.cp (3) doesn't divide the 4 rank(s)"),
+        (4, {"cp": 3}, "actor.parallel.cp (3) doesn't divide the 4 ranks"),
         (
             4,
             {"dp_replicate": 2, "cp": 4},
             "dp_replicate (2) × actor.parallel.cp (4) is 8, which doesn't divide",
         ),
         (4, {"dp_replicate": 2, "cp": 4}, "set actor.parallel.dp_replicate=1, or placement.pools.main.ranks=8"),
-        (4, {"tp": 3}, "actor.parallel.tp (3) doesn't divide the 4 rank(s)"),
+        (4, {"tp": 3}, "actor.parallel.tp (3) doesn't divide the 4 ranks"),
         (4, {"tp": 3}, "set actor.parallel.tp=2, or placement.pools.main.ranks=6"),
         (4, {"tp": 0}, "actor.parallel.tp is 0; it has to be at least 1"),
         (4, {"cp": 4, "tp": 2}, "actor.parallel.cp (4) × actor.parallel.tp (2) is 8, which doesn't divide"),
@@ -103,12 +103,12 @@ def test_roles_without_a_model_have_data_ranks_only():
         (
             4,
             {"ep": 3},
-            "actor.parallel.ep (3) doesn't divide the 4 rank(s) of dp_shard · cp, from which the actor takes the ranks "
+            "actor.parallel.ep (3) doesn't divide the 4 ranks of dp_shard · cp, from which the actor takes the ranks "
             "that share experts; set actor.parallel.ep=2",
         ),
-        (4, {"ep": 4, "tp": 2}, "actor.parallel.ep (4) doesn't divide the 2 rank(s) of dp_shard · cp"),
+        (4, {"ep": 4, "tp": 2}, "actor.parallel.ep (4) doesn't divide the 2 ranks of dp_shard · cp"),
         (4, {"ep": 4, "dp_replicate": 2}, "set actor.parallel.ep=2"),
-        (4, {"pp": 3}, "actor.parallel.pp (3) doesn't divide the 4 rank(s)"),
+        (4, {"pp": 3}, "actor.parallel.pp (3) doesn't divide the 4 ranks"),
         (4, {"pp": 3}, "set actor.parallel.pp=2, or placement.pools.main.ranks=6"),
         (4, {"pp": 4, "tp": 2}, "actor.parallel.tp (2) × actor.parallel.pp (4) is 8, which doesn't divide"),
         (
@@ -134,11 +134,11 @@ def test_a_role_in_a_smaller_pool_names_the_key_that_it_inherits_or_sets():
     }
     sections = {"placement": placement, "algorithm": {"kl_coef": 0.1}, "actor": {"parallel": {"dp_replicate": 2}}}
     text = problems(**sections)
-    assert "actor.parallel.dp_replicate (2) doesn't divide the 1 rank(s) of placement.pools.frozen" in text
+    assert "actor.parallel.dp_replicate (2) doesn't divide the 1 rank of placement.pools.frozen" in text
     assert "on which the reference runs; set reference.parallel.dp_replicate=1, or" in text
     config_of(**sections, reference={"parallel": {"dp_replicate": 1}})
     experts = sections | {"actor": {"parallel": {"ep": 4}}}
-    assert "actor.parallel.ep (4) doesn't divide the 1 rank(s) of dp_shard · cp, from which the reference" in problems(
+    assert "actor.parallel.ep (4) doesn't divide the 1 rank of dp_shard · cp, from which the reference" in problems(
         **experts
     )
     config_of(**experts, reference={"parallel": {"ep": 1}})
@@ -206,13 +206,13 @@ def test_a_missing_pool_is_named_where_the_token_budget_is_too_small():
 
 def test_a_layout_that_roles_inherit_is_refused_once():
     found = problems(ranks=2, actor={"parallel": {"tp": 3}}, algorithm={"kl_coef": 0.1})
-    assert found.count("doesn't divide the 2 rank(s)") == 1
+    assert found.count("doesn't divide the 2 ranks") == 1
 
 
 def test_experts_are_divided_among_the_ranks_of_a_stage():
     config_of(4, actor={"parallel": {"pp": 2, "ep": 2}})
     found = problems(4, actor={"parallel": {"pp": 2, "ep": 4}})
-    assert "actor.parallel.ep (4) doesn't divide the 2 rank(s) of dp_shard · cp" in found
+    assert "actor.parallel.ep (4) doesn't divide the 2 ranks of dp_shard · cp" in found
     assert found.endswith("set actor.parallel.ep=2")
 
 

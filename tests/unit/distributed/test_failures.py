@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():
     error = deadline_error(calls, 5.0, {calls[1]: 4321})
     assert (error.role, error.rank, error.method) == ("actor", 1, "train_step")
     assert error.cause.startswith("no answer within 5 s, because process 4321 (rank 1) is stopped")
-    assert "; rank(s) 0 wait for it in a collective; " in error.cause
+    assert "; rank 0 waits for it in a collective; " in error.cause
     background = calls_of("slow.score")
     assert "collective" not in deadline_error(background, 5.0, {background[1]: 4321}).cause
 
@@ -119,7 +119,7 @@ def test_a_stopped_rank_is_blamed_for_the_failure_of_one_that_waits_for_it():
 def test_a_call_with_a_deadline_of_its_own_advises_no_setting():
     error = deadline_error(calls_of("rollout.advance")[1:], 31.0, is_own=True)
     assert str(error) == (
-        "role rollout, rank 1, in advance: no answer from rank(s) 1 within 31 s; the process hangs, since the call "
+        "role rollout, rank 1, in advance: no answer from rank 1 within 31 s; the process hangs, since the call "
         "ends by itself long before"
     )
 

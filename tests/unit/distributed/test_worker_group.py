@@ -146,7 +146,9 @@ def test_a_plan_for_another_number_of_data_ranks_is_refused_before_any_rank_is_c
     batch = tiny_rollouts(SIZES)
     plan = group(Batching(max_tokens=24), planned).plan(batch)
     doublers = group(Batching(max_tokens=24), called).with_plan(plan)
-    message = rf"doubler, which has {called} data rank\(s\), was given a plan for {planned}; make it with"
+    message = (
+        rf"doubler was given a plan for another number of data ranks \({planned} instead of {called}\); make it with"
+    )
     for method in (Doubler.steps, Doubler.double):
         with pytest.raises(PackingError, match=message):
             doublers.run(method, batch)

@@ -246,7 +246,7 @@ def test_a_response_that_cannot_be_used_is_generated_again_elsewhere_and_its_eng
     assert len(ranks.engines) == count
     assert not ranks.access.failed
     assert re.search(
-        r"role rollout, rank 0: 2 row\(s\) are generated again from their seeds, the first one row \d+ of prompt \S+: "
+        r"role rollout, rank 0: generating 2 rows again from their seeds, the first one row \d+ of prompt \S+: "
         r"its response of policy version 0 can't be used: log-prob nan in segment 1 \(policy\); it has to be finite",
         caplog.text,
     )
