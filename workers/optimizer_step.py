@@ -100,6 +100,8 @@ class OptimizerStepper:
                     set_gradient_sync(model, last=number == len(turns))
                     part.value.backward()
                     sums.add(part.metrics)
+        if model.stage is not None:
+            model.stage.settle()
         if model.compiled is not None:
             model.compiled.check()
         with span("optimizer"):

@@ -148,6 +148,10 @@ def simulate_update(
                 with live.using("output_layer"):
                     losses[virtual].popleft().backward()
                 live.end_backward()
+                for tensor in model.stage.on_the_way() if model.stage is not None else ():
+                    live.count(tensor, "activations")
+        if model.stage is not None:
+            model.stage.settle()
         for weight in model.parameters():
             if weight.grad is not None:  # that of the output layer is complete before the layers' backward pass
                 live.count(local_part(weight.grad), "gradients")

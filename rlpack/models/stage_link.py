@@ -142,6 +142,15 @@ class StageLink:
         self._fetch(received, other, self._backward if self.is_first else self._forward)
         gradient.copy_(own + received)
 
+    def on_the_way(self) -> list[Tensor]:
+        """Return what was sent and is still held, because its receiver may not have it."""
+        return [tensor for sent in self._sent.values() for _, tensor in sent]
+
+    def settle(self) -> None:
+        """Wait until everything sent has been received, and free it; every stage calls this after a step's passes."""
+        for group, sent in self._sent.items():
+            self._settle(group, len(sent))
+
     def _post(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
         """Send a tensor without waiting for its receiver, unless one tensor per stage is on its way already."""
         self._sent[group].append((dist.isend(tensor, group=group, group_dst=stage), tensor))

@@ -25,6 +25,25 @@ def test_a_group_has_one_thread_and_its_timeout_and_gathers(tmp_path: Path):
         dist.destroy_process_group()
 
 
+def test_beside_a_backend_for_gpus_it_serves_the_cpu(tmp_path: Path):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group(f"cpu:{GLOO},cuda:gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for group in (dist.group.WORLD, dist.new_group()):
+            threads = [
+                cast(Any, group)._get_backend(torch.device(device)).options._threads for device in ("cpu", "cuda")
+            ]
+            assert threads == [1, 2]
+            total = torch.ones(3)
+            dist.all_reduce(total, group=cast(Any, group))
+            assert total.tolist() == [1, 1, 1]
+        objects: list[Any] = [None]
+        dist.all_gather_object(objects, {"rank": 0})
+        assert objects == [{"rank": 0}]
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(("interfaces", "count"), [("lo", 1), ("lo,lo", 2)])
 def test_a_group_uses_the_interfaces_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interfaces: str, count: int

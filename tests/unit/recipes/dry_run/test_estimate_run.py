@@ -59,7 +59,11 @@ def test_virtual_stages_are_shown_with_the_layout(capsys: pytest.CaptureFixture[
     actor = Actor(isolation_check=False, parallel=Parallel(pp=2, vpp=2))
     model = Model(config=TINY | {"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 4})
     assert main(config(actor=actor, model=model), None, print)
-    assert "actor: 2 ranks (pp 2 × vpp 2); " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "actor: 2 ranks (pp 2 × vpp 2); " in out
+    # Hidden states and gradients that stages send each other are neither weights nor their gradients.
+    weights, gradients = map(float, re.findall(r"^(?:weights|gradients) +(\S+) kB", out, re.MULTILINE))
+    assert gradients == pytest.approx(weights, rel=0.01)
 
 
 def gpus(count: int, **options: Any) -> Placement:
