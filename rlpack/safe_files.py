@@ -31,16 +31,20 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, of_any_size: bool = False) -> str:
     """Return the text of a regular file.
+
+    Args:
+        path: the file.
+        of_any_size: whether it may have more than `MOST_BYTES` bytes.
 
     Raises:
         OSError: it can't be read, or isn't a regular file.
-        ValueError: it has more than `MOST_BYTES` bytes, or isn't UTF-8.
+        ValueError: it is too large, or isn't UTF-8.
     """
     with open_regular(path) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
+        content = file.read() if of_any_size else file.read(MOST_BYTES + 1)
+    if not of_any_size and len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
     return content.decode("utf-8")
 
@@ -55,13 +59,17 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, *, of_any_size: bool = False) -> dict[str, Any]:
     """Return the object in a JSON file.
+
+    Args:
+        path: the file.
+        of_any_size: see `read_text`.
 
     Raises:
         OSError, ValueError: see `read_json`; or it holds another kind of value.
     """
-    value = read_json(path)
+    value = parse_json(read_text(path, of_any_size=of_any_size))
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
     return value

@@ -8,8 +8,10 @@ Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 1. At most one checkpoint is in flight.
 2. A checkpoint is committed only after all roles have written it. Its state is that of the step that started it.
 3. The next `advance` or `finish` raises the error of a failed save; the previous checkpoint stays.
+4. A folder is never deleted while its commit runs.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from rlpack.checkpoint.commit import Staging, new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.worker import Trainable
+
+logger = logging.getLogger(__name__)
 
 Groups = Mapping[str, WorkerGroup[Any]]
 
@@ -79,7 +83,7 @@ class CheckpointWriter:
             CheckpointError: this checkpoint, or the one in flight, could not be written.
         """
         self.finish()
-        with new_checkpoint(root, step) as staging:
+        with new_checkpoint(root, step, keep=self._keep) as staging:
             for name, group in groups.items():
                 group.run(Trainable.save, str(staging.path / name))
             if write is not None:
@@ -92,7 +96,7 @@ class CheckpointWriter:
         """Finish the checkpoint in flight, and start another; arguments and errors are those of `save`."""
         self.finish()
         with ExitStack() as stack:
-            staging = stack.enter_context(new_checkpoint(root, step))
+            staging = stack.enter_context(new_checkpoint(root, step, keep=self._keep))
             for name, group in groups.items():
                 group.run(Trainable.start_save, str(staging.path / name), self._timeout_s)
             if write is not None:
@@ -135,12 +139,25 @@ class CheckpointWriter:
                 )
             commit.outcome()
         finally:
-            self.abandon()
+            self._forget()
 
     def abandon(self) -> None:
-        """Delete the checkpoint in flight, if it isn't committed."""
+        """Delete the checkpoint in flight, because the run is ending with an error.
+
+        Once all ranks have written, only the driver's commit is left, and is waited for; a failure is only a warning.
+        """
+        if self._in_flight is None or self._in_flight.commit is None:
+            self._forget()
+            return
+        try:
+            self.finish()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+
+    def _forget(self) -> None:
+        """Delete the staging directory, unless it is committed or a commit still runs: the next save deletes it."""
         checkpoint, self._in_flight = self._in_flight, None
-        if checkpoint is not None:
+        if checkpoint is not None and (checkpoint.commit is None or checkpoint.commit.wait(0.0)):
             checkpoint.stack.close()
 
     def _start_commit(self, checkpoint: _InFlight) -> BackgroundCall[Any]:

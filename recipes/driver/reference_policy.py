@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.commit import fault_of, hashes_of, new_checkpoint
+from rlpack.checkpoint.commit import hashes_of, new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import discard_folder
+from rlpack.checkpoint.validity import fault_of
 from rlpack.config.schema import Config
 from rlpack.observe.run_dir import CHECKPOINTS
 
@@ -49,10 +50,15 @@ def store_reference(directory: Path, export: Callable[[str], Any]) -> dict[str, 
         CheckpointError: it can't be written.
     """
     remove_reference(directory)
-    with new_checkpoint(_folder(directory).parent, 0) as staging:
+    return _store(_folder(directory), export)
+
+
+def _store(folder: Path, export: Callable[[str], Any]) -> dict[str, str]:
+    """Export a model into a new folder under the commit protocol, and return the hashes of its weight files."""
+    with new_checkpoint(folder.parent, 0) as staging:
         export(str(staging.path / "model"))
         staging.commit({})
-    return _weights(_folder(directory))
+    return _weights(folder)
 
 
 def remove_reference(directory: Path) -> None:
@@ -93,16 +99,24 @@ def check_reference(directory: Path, config: Config, hashes: Mapping[str, str]) 
 
 
 def rebuild_reference(directory: Path, rebuild: Rebuild, export: Callable[[str], Any]) -> None:
-    """Store the reference again, bit for bit.
+    """Store the reference again, bit for bit, in place of the damaged one.
 
     Raises:
-        CheckpointError: it isn't the policy that the run began with.
+        CheckpointError: it isn't the policy that the run began with. What is stored stays as it is.
     """
-    if store_reference(directory, export) != rebuild.hashes:
-        raise CheckpointError(
-            f"the reference rebuilt in {_folder(directory)} isn't the policy that the run began with: the base model "
-            "has changed since; restore the run's own reference, set algorithm.kl_coef=0, or choose another run_dir"
-        )
+    folder = _folder(directory)
+    rebuilt = folder.parent.with_name(".rebuilt")
+    discard_folder(rebuilt)  # of a rebuild that was killed
+    try:
+        if _store(rebuilt / folder.name, export) != rebuild.hashes:
+            raise CheckpointError(
+                f"the reference {folder} can't be rebuilt, because the base model isn't the one that the run began "
+                "with; restore the reference's files, set algorithm.kl_coef=0, or choose another run_dir"
+            )
+        remove_reference(directory)
+        rebuilt.rename(folder.parent)
+    finally:
+        discard_folder(rebuilt)
 
 
 def _weights(folder: Path) -> dict[str, str]:

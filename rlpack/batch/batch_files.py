@@ -15,12 +15,13 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged
-from rlpack.safe_files import read_object
+from rlpack.safe_files import MOST_LEVELS, parse_json, read_object
 
 _TENSORS, _LISTS = "tensors.safetensors", "lists.json"
 # Suffixes of tensor names: the first two for the two tensors of a ragged column, the third for any other tensor.
 _VALUES, _LENGTHS, _TENSOR = ":values", ":lengths", ":tensor"
 _ROW_IDS, _EXPLICIT = "row_ids", "explicit"
+_LEVELS = 3  # of the file, around an entry
 
 
 def write_batch(batch: BatchedDataDict, folder: Path) -> None:
@@ -62,7 +63,8 @@ def check_lists(batch: BatchedDataDict) -> None:
             if not _survives_json(entry):
                 raise DataError(
                     f"column {name!r} has an entry of type {type(entry).__name__} that JSON would change, so the batch "
-                    "can't be written to a file; use texts, numbers, booleans, null, lists, and dicts with text keys"
+                    "can't be written to a file; use texts, numbers, booleans, null, lists, and dicts with text keys, "
+                    f"nested at most {MOST_LEVELS - _LEVELS} levels deep"
                 )
 
 
@@ -74,7 +76,7 @@ def read_batch(folder: Path) -> BatchedDataDict:
     """
     try:
         tensors = load_file(folder / _TENSORS)
-        document = read_object(folder / _LISTS)
+        document = read_object(folder / _LISTS, of_any_size=True)  # as large as the texts of the batch
         columns: dict[str, Column] = dict(document["columns"])
         for name, tensor in tensors.items():
             if name.endswith(_VALUES):
@@ -91,7 +93,8 @@ def read_batch(folder: Path) -> BatchedDataDict:
 
 def _survives_json(entry: Any) -> bool:
     # Equal `repr` also tells 1 from 1.0 and True, and holds for NaN.
+    wrapped = [[[entry]]]  # as deep as in the file
     try:
-        return repr(json.loads(json.dumps(entry))) == repr(entry)
+        return repr(parse_json(json.dumps(wrapped))) == repr(wrapped)
     except (TypeError, ValueError, RecursionError):
         return False

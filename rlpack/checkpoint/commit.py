@@ -26,26 +26,22 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import discard_folder, flush, sha256_of, write_flushed
+from rlpack.checkpoint.files import discard_folder, flush, write_flushed
 from rlpack.checkpoint.publish import MANIFEST, MARKER, publish_folder, strict_json
-from rlpack.safe_files import read_json, read_object, read_text
+from rlpack.checkpoint.validity import FORMAT, STATE, fault_of, is_marked
+from rlpack.safe_files import read_json, read_object
 
 logger = logging.getLogger(__name__)
 
-# 2: the state identifies the prompts that the run started with. 3: it has the hashes of the reference's weights, and
-# the manifest has the version of rlpack. 4: it may hold a batch that was drawn ahead. 5: it may hold
-# several, drawn or not. Adding a field that readers need, to any of the files, requires a new format.
-FORMAT = 5
-STATE, HINT = "state.json", "latest"
+HINT = "latest"
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
 NEVER_PRUNED = 2
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)\Z")
-_VERSION = re.compile(r"[\w.+ -]{1,60}", re.ASCII)
 _DEBRIS = re.compile(r"\.(tmp|replaced)-")
 
 
@@ -104,26 +100,31 @@ class Staging:
 
 
 @contextmanager
-def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
+def new_checkpoint(root: Path, step: int, *, keep: int | None = None) -> Iterator[Staging]:
     """Yield a staging directory, deleted on exit unless committed.
 
     Requires as much free space as the newest committed checkpoint takes, since the next one will be about as large.
+    Leftovers of crashes are deleted first.
 
     Args:
         root: directory of the run's checkpoints, created if missing. Only one run at a time may write there.
         step: number of the step, not negative.
+        keep: if there is too little space, all but this number of checkpoints are deleted first; None for none.
 
     Raises:
         CheckpointError: too little space, the step is already committed, or the directory can't be written.
     """
     assert step >= 0, f"step {step} is negative"
-    if (root / f"step-{step}").exists() and _fault(root / f"step-{step}") is None:
+    if (root / f"step-{step}").exists() and fault_of(root / f"step-{step}") is None:
         raise CheckpointError(f"{root / f'step-{step}'} is already a committed checkpoint; it is never overwritten")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        free, required = shutil.disk_usage(root).free, _newest_size(root)
-        if free < required:
-            keeps = " lower checkpoint.keep," if len(list(saved_steps(root))) > 1 else ""
+        _discard_debris(root)
+        required = _newest_size(root)
+        if keep is not None and shutil.disk_usage(root).free < required:
+            prune(root, keep)
+        if (free := shutil.disk_usage(root).free) < required:
+            keeps = " lower checkpoint.keep," if len(_committed(root)) > NEVER_PRUNED else ""
             raise CheckpointError(
                 f"a checkpoint of {required:,} bytes, like the previous one, which is kept until this one is complete, "
                 f"doesn't fit into {root}: {free:,} bytes are free; free some space,{keeps} or choose another run_dir"
@@ -150,21 +151,12 @@ def newest(root: Path) -> Path | None:
     """
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
-        fault = _fault(folder)
+        fault = fault_of(folder)
         _record_damage(folder, fault)
         if fault is None:
             return folder
         logger.warning("checkpoint %s is skipped: %s; trying the previous one", folder, fault)
     return None
-
-
-def fault_of(checkpoint: Path) -> str | None:
-    """Return why a checkpoint can't be loaded, or None if it is valid.
-
-    Raises:
-        CheckpointError: another version of rlpack wrote it.
-    """
-    return _fault(checkpoint)
 
 
 def hashes_of(checkpoint: Path) -> dict[str, str]:
@@ -177,7 +169,7 @@ def newest_damage(root: Path) -> tuple[Path, str] | None:
     """Return the newest committed checkpoint that is damaged, and what is wrong with it; None if there is none."""
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
-        if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
+        if (folder / MARKER).is_file() and (fault := fault_of(folder)) is not None:
             return folder, fault
     return None
 
@@ -191,7 +183,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file doesn't match the manifest, or another version of rlpack wrote it.
     """
-    fault = _fault(checkpoint, only=STATE)
+    fault = fault_of(checkpoint, only=STATE)
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint} can't be loaded: {fault}")
     return read_object(checkpoint / STATE)
@@ -208,7 +200,7 @@ def newest_state(root: Path) -> dict[str, Any] | None:
     """
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
-        if _fault(folder, only=STATE) is None:
+        if fault_of(folder, only=STATE) is None:
             with suppress(OSError):  # pruned in the meantime by the run that holds the directory
                 return read_object(folder / STATE)
     return None
@@ -221,14 +213,22 @@ def prune(root: Path, keep: int) -> None:
     the others are kept, even if `keep` is one: if the newest turns out to be damaged, the run can resume from the
     previous one. A deletion that fails only warns.
     """
-    steps = sorted(saved_steps(root), reverse=True)
-    folders = {step: root / f"step-{step}" for step in steps}
-    committed = [step for step, folder in folders.items() if _is_marked(folder) and not (folder / DAMAGED).exists()]
-    retained = committed[: max(keep, NEVER_PRUNED)]
+    retained = _committed(root)[: max(keep, NEVER_PRUNED)]
     newest_retained = retained[0] if retained else -1
-    for step in steps:
+    for step in sorted(saved_steps(root), reverse=True):
         if step not in retained and step < newest_retained:
-            _delete(folders[step])
+            _delete(root / f"step-{step}")
+    _discard_debris(root)
+
+
+def _committed(root: Path) -> list[int]:
+    """Return the steps whose checkpoints are committed and not known to be damaged, the newest first."""
+    folders = {step: root / f"step-{step}" for step in sorted(saved_steps(root), reverse=True)}
+    return [step for step, folder in folders.items() if is_marked(folder) and not (folder / DAMAGED).exists()]
+
+
+def _discard_debris(root: Path) -> None:
+    """Delete what a process that was killed during a save has left."""
     for path in root.iterdir():
         if _DEBRIS.match(path.name) and path.is_dir():
             discard_folder(path)
@@ -265,102 +265,9 @@ def saved_steps(root: Path) -> list[int]:
 
 def _newest_size(root: Path) -> int:
     """Return the size of the newest committed checkpoint in bytes, 0 without one."""
-    committed = [folder for step in saved_steps(root) if _is_marked(folder := root / f"step-{step}")]
+    committed = [folder for step in saved_steps(root) if is_marked(folder := root / f"step-{step}")]
     if not committed:
         return 0
     newest_one = max(committed, key=lambda folder: int(folder.name.removeprefix("step-")))
     manifest = read_json(newest_one / MANIFEST)
     return sum(entry["size"] for entry in manifest["files"])
-
-
-def _is_marked(folder: Path) -> bool:
-    """Return whether marker and manifest match, without reading the other files."""
-    try:
-        return read_text(folder / MARKER).strip() == sha256_of(folder / MANIFEST)
-    except (OSError, ValueError):
-        return False
-
-
-def _fault(folder: Path, only: str | None = None) -> str | None:
-    """Return why a checkpoint is invalid, or None; `only` limits the check to one file.
-
-    Raises:
-        CheckpointError: another version of rlpack wrote it.
-    """
-    if not (folder / MARKER).is_file():
-        return f"it was never committed (no {MARKER})"
-    if not _is_marked(folder):
-        return f"{MARKER} and {MANIFEST} don't match"
-    try:
-        manifest = read_object(folder / MANIFEST)
-        _check_version(folder, manifest)
-        return _manifest_fault(folder, manifest) or _files_fault(folder, manifest, only) or _state_fault(folder)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} can't be read ({error!r})"
-    except OSError as error:
-        return str(error)
-
-
-def _check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that this version of rlpack can't be sure to read.
-
-    Raises:
-        CheckpointError: it has another format, or a newer version of rlpack wrote it.
-    """
-    written, version = manifest["format"], manifest.get("rlpack") or "an older version"
-    if not isinstance(version, str) or not _VERSION.fullmatch(version):
-        version = f"{version!a:.60}"
-    if written != FORMAT or _release(version) > _release(__version__):
-        raise CheckpointError(
-            f"checkpoint {folder} was written by rlpack {version} in format {written!a:.60}; this is rlpack "
-            f"{__version__}, which reads format {FORMAT} of versions up to its own; resume with the version that wrote "
-            "it, or choose another run_dir"
-        )
-
-
-def _release(version: str) -> list[int]:
-    """Return the first three numbers of a version.
-
-    >>> _release("0.10.1") > _release("0.9.2")
-    True
-    """
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
-
-def _manifest_fault(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Return why a manifest doesn't belong to this directory, or None."""
-    if f"step-{manifest['step']}" != folder.name:
-        return f"it contains step {manifest['step']!a:.60}, which doesn't match its name"
-    return None
-
-
-def _files_fault(folder: Path, manifest: Mapping[str, Any], only: str | None) -> str | None:
-    """Return what is wrong with the first damaged file, or None."""
-    entries = {str(entry["name"]): entry for entry in manifest["files"]}
-    if STATE not in entries:
-        return f"{STATE} is missing from {MANIFEST}"
-    faults = (_file_fault(folder, name, entries[name]) for name in ([only] if only else entries))
-    return next((fault for fault in faults if fault), None)
-
-
-def _state_fault(folder: Path) -> str | None:
-    """Return why the state can't be used although its hash matches, or None."""
-    try:
-        state = read_object(folder / STATE)
-    except ValueError as error:
-        return f"{STATE} can't be read ({error})"
-    step = state.get("step")
-    return None if f"step-{step}" == folder.name else f"{STATE} is of step {step!a:.60}, not of this checkpoint"
-
-
-def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with one file of a checkpoint, or None."""
-    parts = PurePosixPath(name)
-    path = folder / parts
-    if not name.isprintable() or parts.is_absolute() or ".." in parts.parts or path.is_symlink():
-        return f"{name!r} is not a regular file inside the checkpoint"
-    if not path.is_file():
-        return f"{name} is missing"
-    if path.stat().st_size != entry["size"]:
-        return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"
-    return None if sha256_of(path) == entry["sha256"] else f"{name} has changed since it was written (SHA-256)"

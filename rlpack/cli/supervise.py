@@ -1,7 +1,9 @@
 """`rlpack train supervise=N`: start a run again from its newest checkpoint after it failed, at most N times.
 
 The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
-wrong configuration or wrong data, Ctrl-C, and a second failure in a row without a newer checkpoint in between.
+wrong configuration or wrong data in the first attempt, Ctrl-C, and a second failure in a row without a newer checkpoint
+in between. A restart that refuses what the first attempt accepted may lack a node or a service for a while, so it is
+tried again, after longer pauses.
 """
 
 import ctypes
@@ -25,6 +27,7 @@ _ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Pause before the next attempt, in seconds, in which the processes of the last one end.
 _PAUSE_S = 3.0
+_LONGEST_PAUSE_S = 60.0
 # Signals that end a run on purpose.
 _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -39,29 +42,30 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
     """
     words = [word for word in arguments if word.lstrip("+").partition("=")[0] not in ("run_dir", "resume", "supervise")]
     words += [f"run_dir={hydra_text(run_dir)}", "supervise=0"]
-    resume = [word for word in arguments if word.startswith("resume=")]
-    code, has_failed_here = RUN_FAILED, False
+    resume = [word for word in arguments if word.lstrip("+").startswith("resume=")]
+    code, stalled = RUN_FAILED, 0
     for number in range(restarts + 1):
         before = newest_checkpoints(Path(run_dir))
         code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
-        if is_wanted or code in (DONE, CONFIG_WRONG, DATA_WRONG, INTERRUPTED):
+        is_refused = code in (CONFIG_WRONG, DATA_WRONG)
+        if is_wanted or code in (DONE, INTERRUPTED) or (is_refused and number == 0):
             return code
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
             log.error("the run ended with %s after all supervise=%d restarts; it is not restarted", cause, restarts)
             break
         # That the driver was killed says nothing about the run itself.
-        has_failed = code > 0 and newest_checkpoints(Path(run_dir)) == before
-        if has_failed and has_failed_here:
+        stalled = stalled + 1 if code > 0 and newest_checkpoints(Path(run_dir)) == before else 0
+        if stalled > 1 and not is_refused:
             log.error("the run ended with %s twice without a new checkpoint; it is not restarted", cause)
             break
-        has_failed_here = has_failed
+        pause_s = min(_PAUSE_S * 2**stalled, _LONGEST_PAUSE_S) if is_refused else _PAUSE_S
         log.warning(
             "the run ended with %s; restart %d of %d from its newest checkpoint in %g s",
-            *(cause, number + 1, restarts, _PAUSE_S),
+            *(cause, number + 1, restarts, pause_s),
         )
         try:
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
         except KeyboardInterrupt:
             return INTERRUPTED
     return code if code > 0 else RUN_FAILED

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.commit import fault_of, load_state, saved_steps
+from rlpack.checkpoint.commit import load_state, saved_steps
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.publish import MARKER
+from rlpack.checkpoint.validity import fault_of
 from rlpack.config.schema import BUILTIN_ROLES, Config, builtin_roles
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError

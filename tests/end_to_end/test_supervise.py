@@ -86,9 +86,14 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path, monkeypatch: py
         ([(1, False), (1, False)], 1),  # twice in a row without a checkpoint
         ([(-9, False), (-9, False), (-9, False)], 1),
         ([(1, False), (-9, False), (0, False)], 0),
+        ([(-9, False), (2, False), (0, False)], 0),  # a restart lacked a node
+        ([(-9, False), (2, False), (3, False)], 3),
     ):
         assert supervise.supervise(words, str(tmp_path), 2) == expected
         assert codes == []
     first, second = calls[-2:]
     assert calls[0] == ["seed=3", f"run_dir={tmp_path}", "supervise=0", "resume=never"]
     assert first == second == ["seed=3", f"run_dir={tmp_path}", "supervise=0", "resume=auto"]
+    codes = [(0, False)]
+    assert supervise.supervise(["++resume=auto"], str(tmp_path), 2) == 0
+    assert calls[-1] == [f"run_dir={tmp_path}", "supervise=0", "++resume=auto"]

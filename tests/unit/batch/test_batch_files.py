@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlpack import safe_files
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import read_batch, write_batch
 from rlpack.batch.errors import DataError
@@ -59,6 +60,22 @@ def test_an_entry_that_json_would_change_is_refused_by_its_column(tmp_path: Path
     with pytest.raises(DataError, match=rf"column 'answer' has an entry of type {type(entry).__name__} that JSON"):
         write_batch(batch, tmp_path / "batch")
     assert not (tmp_path / "batch").exists()
+
+
+def test_texts_may_be_larger_than_files_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(safe_files, "MOST_BYTES", 100)
+    write_batch(BatchedDataDict({"completion": ["ü" * 200]}), tmp_path / "batch")
+    assert read_batch(tmp_path / "batch")["completion"] == ["ü" * 200]
+
+
+def test_an_entry_is_nested_as_deep_as_can_be_read_or_refused(tmp_path: Path):
+    entry: list = []
+    for _ in range(60):
+        entry = [entry]
+    write_batch(BatchedDataDict({"answer": [entry]}), tmp_path / "batch")
+    assert read_batch(tmp_path / "batch")["answer"] == [entry]
+    with pytest.raises(DataError, match="nested at most 61 levels deep"):
+        write_batch(BatchedDataDict({"answer": [[entry]]}), tmp_path / "deeper")
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other lists", "other columns"])

@@ -1,20 +1,25 @@
+import errno
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack import __version__
-from rlpack.checkpoint.commit import FORMAT, load_state, new_checkpoint, newest, newest_damage, prune
+from rlpack.checkpoint import validity
+from rlpack.checkpoint.commit import load_state, new_checkpoint, newest, newest_damage, prune
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import sha256_of
+from rlpack.checkpoint.validity import FORMAT
 
 
 def save(root: Path, step: int, *, keep: int = 2, content: bytes = b"weights") -> None:
@@ -75,7 +80,8 @@ def test_leaving_by_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 KILLED_AT_EVERY_OPERATION = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
-    from rlpack.checkpoint.commit import FORMAT, load_state, new_checkpoint, newest
+    from rlpack.checkpoint.commit import load_state, new_checkpoint, newest
+    from rlpack.checkpoint.validity import FORMAT
 
     CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
     left = None  # file operations until the kill; None never kills
@@ -311,19 +317,79 @@ def test_too_little_free_space_is_an_error_before_anything_is_written(
             save(tmp_path, 11)
 
 
-def test_fewer_kept_checkpoints_are_advised_only_if_there_are_several(
+def test_fewer_kept_checkpoints_are_advised_only_if_more_than_two_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, 1)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
-    with pytest.raises(CheckpointError, match="kept until this one is complete") as one:
-        save(tmp_path, 2)
-    assert "checkpoint.keep" not in str(one.value)
-    monkeypatch.undo()
-    save(tmp_path, 2)
+    for step in (1, 2):
+        save(tmp_path, step, keep=9)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(CheckpointError, match="kept until this one is complete") as two:
+            save(tmp_path, 3)
+    assert "checkpoint.keep" not in str(two.value)
+    save(tmp_path, 3, keep=9)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(CheckpointError, match=r"free some space, lower checkpoint\.keep, or"):
-        save(tmp_path, 3)
+        save(tmp_path, 4)
+
+
+def disk_of(root: Path, checkpoints: float, size: int) -> Callable[[Path], SimpleNamespace]:
+    """Return a stand-in for `disk_usage` on a disk with room for a number of checkpoints."""
+
+    def usage(path: Path) -> SimpleNamespace:
+        used = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        return SimpleNamespace(free=int(checkpoints * size) - used)
+
+    return usage
+
+
+def test_what_a_killed_save_left_takes_no_space_from_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, content=b"x" * 10_000)
+    left = tmp_path / ".tmp-3-deadbeef"
+    left.mkdir()
+    (left / "weights").write_bytes(b"x" * 10_000)
+    monkeypatch.setattr("shutil.disk_usage", disk_of(tmp_path, 3.5, 10_000))
+    save(tmp_path, 3, content=b"x" * 10_000)
+    assert names(tmp_path) == ["latest", "step-2", "step-3"]
+
+
+def test_checkpoints_beyond_the_number_kept_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=9, content=b"x" * 10_000)
+    monkeypatch.setattr("shutil.disk_usage", disk_of(tmp_path, 5.5, 10_000))
+    with pytest.raises(CheckpointError, match=r"lower checkpoint\.keep"), new_checkpoint(tmp_path, 6, keep=9):
+        pass
+    with new_checkpoint(tmp_path, 6, keep=3):
+        assert names(tmp_path)[-3:] == ["step-3", "step-4", "step-5"]
+
+
+@pytest.mark.parametrize("file", ["COMMITTED", "manifest.json", "state.json", "actor/shard-0.bin"])
+def test_a_file_that_cannot_be_read_for_the_moment_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    failures = 1
+    open_file = os.open
+
+    def unsteady(path: Any, *arguments: Any) -> int:
+        nonlocal failures
+        if failures and Path(path) == tmp_path / "step-2" / file:
+            failures -= 1
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return open_file(path, *arguments)
+
+    monkeypatch.setattr("os.open", unsteady)
+    monkeypatch.setattr(validity, "_PAUSE_S", 0.0)
+    assert newest(tmp_path) == tmp_path / "step-2"
+    failures = 2
+    with pytest.raises(CheckpointError, match=r"step-2 can't be read: .*Input/output error.*; check the disk and try"):
+        newest(tmp_path)
+    assert not (tmp_path / "step-2" / "DAMAGED").exists()
+    assert newest(tmp_path) == tmp_path / "step-2"
 
 
 def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_one_before(

@@ -1,11 +1,13 @@
 """Checkpoints that are written while steps go on."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from rlpack.checkpoint.commit import load_state, newest
+from rlpack.checkpoint.commit import Staging, load_state, newest
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.packing import Batching
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
@@ -99,6 +101,36 @@ def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):
     assert newest(tmp_path) == tmp_path / "step-1"  # as after a kill
     writer.abandon()
     assert not list(tmp_path.glob(".tmp-*"))
+    assert newest(tmp_path) == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_commit_under_way_is_waited_for_and_its_folder_never_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: bool
+):
+    begun, may_go_on, commit = threading.Event(), threading.Event(), Staging.commit
+
+    def held(staging: Staging, *arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(30.0)
+        return commit(staging, *arguments, **options)
+
+    writer, role = CheckpointWriter(keep=2, timeout_s=30 if ends else 0.1), Role()
+    monkeypatch.setattr(Staging, "commit", held)
+    written(writer, tmp_path, role, 1)
+    role.is_done = True
+    writer.advance()
+    assert begun.wait(30.0)
+    if ends:
+        threading.Timer(0.2, may_go_on.set).start()
+    writer.abandon()
+    if not ends:
+        assert "was not committed in 0 s" in caplog.text
+        assert len(list(tmp_path.glob(".tmp-1-*/actor/weights"))) == 1
+        may_go_on.set()
+        until = time.monotonic() + 30.0
+        while newest(tmp_path) is None and time.monotonic() < until:
+            time.sleep(0.01)
     assert newest(tmp_path) == tmp_path / "step-1"
 
 

@@ -76,9 +76,25 @@ def test_a_weight_file_that_was_added_is_not_loaded(tmp_path: Path):
 def test_a_base_model_that_has_changed_is_no_source_of_the_reference(tmp_path: Path):
     hashes = store_reference(tmp_path, exports(b"policy"))
     flip(reference_model(tmp_path) / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"isn't the policy that the run began with.*choose another run_dir"):
+    damaged = (reference_model(tmp_path) / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"base model isn't the one that the run began with.*another run_dir"):
         rebuild_reference(tmp_path, Rebuild(None, hashes), exports(b"another policy"))
     assert check_reference(tmp_path, WITHOUT_WARMUP, hashes) is not None
+    assert (reference_model(tmp_path) / "model.safetensors").read_bytes() == damaged
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["reference"]
+
+
+def test_weights_that_are_intact_survive_a_rebuild_that_fails(tmp_path: Path):
+    hashes = store_reference(tmp_path, exports(b"policy"))
+    config = reference_model(tmp_path) / "config.json"
+    original = config.read_text()
+    config.write_text(original + " ")
+    rebuild = check_reference(tmp_path, WITHOUT_WARMUP, hashes)
+    assert rebuild is not None
+    with pytest.raises(CheckpointError, match="can't be rebuilt"):
+        rebuild_reference(tmp_path, rebuild, exports(b"another policy"))
+    config.write_text(original)
+    assert check_reference(tmp_path, WITHOUT_WARMUP, hashes) is None
 
 
 def test_after_a_warmup_the_reference_is_rebuilt_from_its_last_checkpoint_or_refused(tmp_path: Path):
