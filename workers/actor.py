@@ -294,7 +294,7 @@ class ActorWorker(SteppedRole):
         with dropout_seed(self._settings.lora, device, *seed, *[virtual] * (virtual > 0)):
             return self._scorer.policy(
                 inputs,
-                select=trained_tokens(view.rows).to(device),
+                select=trained_tokens(view.rows).to(device, non_blocking=True),
                 temperature=loss.temperature,
                 entropy=loss.needs_entropy,
             )

@@ -329,7 +329,7 @@ def response_values(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
     """
     mask, column = rows["response_mask"], rows[name]
     values = column[mask.segment_ids] if isinstance(column, Tensor) else column.values
-    return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype)
+    return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype, non_blocking=True)
 
 
 def _policy_metrics(policy: PolicyLoss, token_weight: Tensor) -> dict[str, Tensor]:

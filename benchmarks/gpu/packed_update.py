@@ -158,14 +158,14 @@ def lognormal_lengths(size: Size, seed: int = 0) -> np.ndarray:
 def first_that_fits(size: Size, setup: Setup, batching: Batching, *, compiled: bool = False) -> Speed:
     """Return the speed with the least recomputation that the memory allows."""
     for checkpointing in COMPILED_CHECKPOINTING if compiled else CHECKPOINTING:
+        # Actors of earlier settings are gone only now: FSDP's units refer to each other.
+        gc.collect()
+        torch.cuda.empty_cache()
         try:
             return speed_of(size, setup, batching, checkpointing, compiled=compiled)
         except torch.OutOfMemoryError:
             if checkpointing == "full":
                 raise
-        # The exception is gone here, and with it the frames that hold the tensors.
-        gc.collect()
-        torch.cuda.empty_cache()
     raise AssertionError("the loop returns or raises")
 
 
@@ -190,7 +190,7 @@ def tokenizer_of(words: int) -> PreTrainedTokenizerBase:
 
 
 def speed_of(size: Size, setup: Setup, batching: Batching, checkpointing: str, *, compiled: bool) -> Speed:
-    """Return the speed of optimizer steps after two that warm up; the actor is freed."""
+    """Return the speed of optimizer steps after two that warm up."""
     config = config_of(size, setup, batching, checkpointing, compiled=compiled)
     lengths = lognormal_lengths(size)
     tokenizer = tokenizer_of(size.words)

@@ -69,3 +69,13 @@ def _adapter_problems(config: Config) -> Iterator[str]:
             f"actor.lora.rank is {lora.rank}, but vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
             "set rollout.lora=merged"
         )
+    if (
+        config.rollout.lora == "adapter"
+        and config.rollout.engine == "vllm"
+        and gpus_per_rank(config, "rollout") > 0
+        and (config.rollout.dtype or config.actor.precision) == "fp32"
+    ):
+        yield (
+            "rollout.lora is adapter and the engines compute in fp32, but on GPUs vLLM applies adapters in bf16 only; "
+            "set rollout.dtype=bf16, actor.precision=bf16, or rollout.lora=merged"
+        )

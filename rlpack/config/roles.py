@@ -216,7 +216,8 @@ def sleep_level(config: Config) -> int:
     >>> sleep_level(Config())
     0
     """
-    if config.rollout.engine != "vllm" or not shares_gpus(config):
+    # Only recipes that train wake engines; other roles of an evaluation compute nothing meanwhile.
+    if config.rollout.engine != "vllm" or not shares_gpus(config) or not recipe_of(config).trains:
         return 0
     return 1 if config.rollout.sleep_level is None else config.rollout.sleep_level
 

@@ -102,7 +102,8 @@ def _adapter_gradients(model: PackedModel) -> Iterator[dict[str, tuple[Tensor, T
         offsets = part_offsets(weight)
         assert weight.grad is not None
         assert offsets is not None
-        part = local_part(weight.grad).float()
+        # With offloaded parameters, the gradient is on its way to host memory, in the stream that this continues.
+        part = local_part(weight.grad).to(downs[name].device).float()
         down = downs[name][:, offsets[1] : offsets[1] + part.shape[1]]
         own = adapter.scale * (part @ down.t())
         weight.grad = None

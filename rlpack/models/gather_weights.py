@@ -81,9 +81,7 @@ def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
         # The last ranks may have fewer rows than the first, or none.
         missing = -(-weight.shape[0] // ranks) * weight.shape[1:].numel() - part.numel()
         parts.append(F.pad(part.flatten(), (0, missing)) if missing else part.flatten())
-    own = torch.cat(parts)
-    if ranks > 1:
-        own = own.to(mesh.device_type)
+    own = torch.cat(parts).to(mesh.device_type)  # also on a single rank: large weights are gathered there, too
     gathered = own.new_empty(ranks, own.numel())
     dist.all_gather(list(gathered), own, group=mesh.get_group(dim))
     pieces = gathered.split([part.numel() for part in parts], 1)

@@ -137,9 +137,13 @@ class StageLink:
         """Add the other end's gradient, in place; the first and the last stage call this, and get equal sums."""
         other = 0 if self.is_last else self.num_stages - 1
         own, received = gradient.detach().to(self._device, copy=True), torch.empty_like(gradient, device=self._device)
-        group = self._forward if self.is_first else self._backward
-        self._post(own, other, group)
-        self._fetch(received, other, self._backward if self.is_first else self._forward)
+        # The first message of two ranks in an NCCL group waits for both, so they must not both send first.
+        if self.is_first:
+            self._post(own, other, self._forward)
+            self._fetch(received, other, self._backward)
+        else:
+            self._fetch(received, other, self._forward)
+            self._post(own, other, self._backward)
         gradient.copy_(own + received)
 
     def on_the_way(self) -> list[Tensor]:

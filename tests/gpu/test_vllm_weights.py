@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() not in (1, 2, 4), reason="set CUDA_VISIBLE_DEVICES to 1, 2 or 4 GPUs"),
     pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or ""),
 ]
-# Nats, in fp32. GPU kernels may multiply in TF32; other weights are nats away.
-CLOSE, FAR = 0.05, 0.5
+# Nats, in fp32, in which attention multiplies, too (TRITON_F32_DEFAULT); other weights are nats away.
+CLOSE, FAR = 1e-3, 0.5
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ def test_updates_through_shared_memory_give_the_same_log_probs(engine: VLLMEngin
         engine._sender.buffers = on_gpus
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="an engine on several GPUs ends with such an update")
 def test_a_bucket_that_changes_on_its_way_is_named_and_the_next_update_arrives(engine: VLLMEngine):
     built = policy("qwen2", tied=True, seed=21)
     stream = WeightStream(built, torch.float32, bucket_bytes=100_000)

@@ -6,6 +6,7 @@ from rlpack import malloc_settings
 DEFAULT_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "TRITON_F32_DEFAULT": "ieee",  # vLLM's attention in fp32 would multiply in TF32, too coarse for the canary
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share cores; each has its own number of threads
     **malloc_settings.VARIABLES,
 }

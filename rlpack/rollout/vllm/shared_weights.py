@@ -81,6 +81,8 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
     _recorder: LoadRecorder | None = None
     # Why updates are not loaded directly; "" if they are.
     reason = "no update has been loaded"
+    # Why the trial bucket can't be read; "" if it can.
+    trial_failure = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the readers, which open buffers when buckets name them; the arguments are vLLM's."""
@@ -88,14 +90,19 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._reader, self._device_reader = BucketReader(), DeviceReader(self.device)
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Read the trial bucket, if there is one.
+        """Read the trial bucket, if there is one, and keep the reason if it can't be read.
 
-        Raises:
-            EngineError: it can't be read.
+        Nothing is raised: of several workers, vLLM reads the answers up to the first error, and takes the others for
+        answers to its next call.
         """
+        self.trial_failure = ""
         if init_info.trial:
-            self._read(BucketNote(**init_info.trial), 0)
-            self._device_reader.end_update()
+            try:
+                self._read(BucketNote(**init_info.trial), 0)
+            except Exception as error:  # noqa: BLE001 - CUDA's errors have many types
+                self.trial_failure = f"{type(error).__name__}: {error}"
+            finally:
+                self._device_reader.end_update()
 
     def start_weight_update(self) -> None:
         """Begin an update; unless it is loaded directly, vLLM restores the layout that its loaders expect."""
@@ -242,6 +249,10 @@ class RegistersBackend:
     def why_not_direct(self) -> str:
         """Return why updates of weights are not loaded directly, "" if they are."""
         return self.weight_transfer_engine.reason
+
+    def why_trial_failed(self) -> str:
+        """Return why the trial bucket can't be read, "" if it can."""
+        return self.weight_transfer_engine.trial_failure
 
     def check_adapter(self, folder: str, digest: str) -> None:
         """Raise unless the files of an adapter are as the rank made them, before vLLM reads them.

@@ -148,6 +148,7 @@ class VLLMEngine:
                 sleep_level=(settings.sleep_level or 0) if gpus else 0,
             )
             built._rows.keeps_cache = settings.kv_cache == "keep"
+            built._sender.num_workers = max(1, gpus)
             built._sender.open(DeviceBuffers([torch.device("cuda", index) for index in range(gpus)]) if gpus else None)
             if settings.deterministic:
                 test = partial(check_deterministic, max_length=max_length, max_num_seqs=settings.max_num_seqs)

@@ -36,6 +36,7 @@ class WeightSender:
 
     Attributes:
         buffers: where buckets are written.
+        num_workers: number of vLLM's workers, several with tensor parallelism.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class WeightSender:
             explain: returns the cause of an error raised by vLLM.
             deadline: deadline of each call.
         """
+        self.num_workers = 1
         self._front_end, self._loop, self._explain, self._deadline = front_end, loop, explain, deadline
         self.buffers: Buffers = WeightBuffers()
         self._on_their_way: deque[tuple[int, StartedCall[Any]]] = deque()
@@ -79,25 +81,30 @@ class WeightSender:
         try:
             note = buffers.write({"trial": torch.arange(1024)}, 0)
             self._call(self._opening({"trial": asdict(note)}), _OPEN)
+            failures: list[str] = self._call(self._front_end.collective_rpc("why_trial_failed"), _OPEN)
         except (EngineError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
             return str(error)
-        else:
-            self.buffers = buffers
-            return ""
         finally:
             buffers.end_update()
+        failure = next(filter(None, failures), "")
+        if not failure:
+            self.buffers = buffers
+        return failure
 
     def restart(self) -> None:
         """Drop an unfinished update, if there is one; all of its weights have to be sent again.
 
         Raises:
-            EngineError: vLLM's process can't be reached.
+            EngineError: vLLM's process can't be reached, or several workers had an update that failed.
         """
         is_open, has_failed = self._next_index is not None, self._has_failed
         try:
             self._wait_for(0)
         except BucketError:
             has_failed = True
+        if has_failed and self.num_workers > 1:
+            # vLLM reads the workers' answers up to the first error, and takes the others for answers to later calls.
+            raise EngineError("an update of weights failed, after which an engine on several GPUs can't be used")
         if is_open and not has_failed:  # vLLM itself ends an update if a bucket fails
             self._call(self._front_end.finish_weight_update(), "drop an update of its weights")
         self.buffers.end_update()
@@ -185,14 +192,14 @@ class WeightSender:
             with suppress(Exception):
                 call.result()
 
-    def _call(self, coroutine: Any, what: str) -> None:
-        """Run a call and wait for it."""
-        self._end(self._loop.start(coroutine, self._deadline, what), what)
+    def _call(self, coroutine: Any, what: str) -> Any:
+        """Run a call, wait for it, and return its result."""
+        return self._end(self._loop.start(coroutine, self._deadline, what), what)
 
-    def _end(self, call: StartedCall[Any], what: str) -> None:
-        """Wait for a call; raise its errors as an `EngineError` that describes it."""
+    def _end(self, call: StartedCall[Any], what: str) -> Any:
+        """Wait for a call and return its result; raise its errors as an `EngineError` that describes it."""
         try:
-            call.result()
+            return call.result()
         except EngineError:
             raise
         except Exception as error:
