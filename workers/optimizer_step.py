@@ -100,12 +100,12 @@ class OptimizerStepper:
                     set_gradient_sync(model, last=number == len(turns))
                     part.value.backward()
                     sums.add(part.metrics)
-        if model.stage is not None:
-            model.stage.settle()
         if model.compiled is not None:
             model.compiled.check()
         with span("optimizer"):
             add_tied_gradients(model)
+            if model.stage is not None:
+                model.stage.settle()
             grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)
             metrics = sums.result() | self._apply(grad_norm, learning_rate)
         return {f"{self._role}/{name}": value for name, value in metrics.items()}
