@@ -109,7 +109,7 @@ def new_checkpoint(root: Path, step: int, *, keep: int | None = None) -> Iterato
     Args:
         root: directory of the run's checkpoints, created if missing. Only one run at a time may write there.
         step: number of the step, not negative.
-        keep: if there is too little space, all but this number of checkpoints are deleted first; None for none.
+        keep: if there is too little space, all but this number of checkpoints are deleted first; None deletes none.
 
     Raises:
         CheckpointError: too little space, the step is already committed, or the directory can't be written.
