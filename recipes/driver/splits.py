@@ -108,9 +108,9 @@ def _load_sets(config: Config) -> dict[str, PromptDataset]:
     """Return the rows of `evaluation.sets` by name, each up to its limit."""
     sets = {}
     for name, of_set in set_configs(config).items():
-        data, limit = of_set.data, config.evaluation.sets[name].limit
+        limit = config.evaluation.sets[name].limit
         with naming(config, name):
-            dataset = _load(of_set, data.validation_source or data.source, data.validation_split)
+            dataset = _load_validation(of_set)
         if limit is not None and limit < len(dataset):
             rows = sampled_rows(config.seed, len(dataset), limit / len(dataset))
             dataset = replace(dataset, examples=[dataset.examples[row] for row in rows])
@@ -125,13 +125,18 @@ def load_held_out(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts]:
         DataError: the source can't be read.
         ModelError: the tokenizer can't be loaded.
     """
-    data = config.data
     tokenizer = load_tokenizer(config.model)
-    held_out = _load(config, data.validation_source or data.source, data.validation_split)
-    return tokenizer, _encode(config, held_out, tokenizer)
+    return tokenizer, _encode(config, _load_validation(config), tokenizer)
 
 
-def _load(config: Config, source: str, split: str) -> PromptDataset:
+def _load_validation(config: Config) -> PromptDataset:
+    source, split = config.data.validation_source, config.data.validation_split
+    if source is None:
+        return _load(config, config.data.source, split)
+    return _load(config, source, split, key="data.validation_source")
+
+
+def _load(config: Config, source: str, split: str, *, key: str = "data.source") -> PromptDataset:
     data = config.data
     dataset = load_prompts(
         source,
@@ -141,6 +146,7 @@ def _load(config: Config, source: str, split: str) -> PromptDataset:
         answer_column=data.answer_column,
         completion_column=data.completion_column,
         generator=data.generator,
+        key=key,
     )
     return _drop_reserved_columns(dataset)
 

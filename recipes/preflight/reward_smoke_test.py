@@ -1,5 +1,7 @@
 """Reward smoke test: score a few demonstrations before the supervised steps, which would delay an error by minutes."""
 
+import logging
+
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
@@ -9,6 +11,8 @@ from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards
 from rlpack.recipes.driver.session import Session
 from rlpack.workers.reward import RewardWorker
+
+logger = logging.getLogger(__name__)
 
 # Enough rows to detect a broken function, few enough for a paid judge.
 _ROWS = 16
@@ -40,6 +44,11 @@ def score_demonstrations(session: Session) -> None:
         valid_rewards = result.rewards[result.valid]
         if not valid_rewards.numel():
             summary = "no rewards"
+            logger.warning(
+                "role %s gave none of %d demonstrations a reward; does the function return a number? Responses without "
+                "a reward are not trained on",
+                *(role, rollouts.num_rows),
+            )
         else:
             num_without = int((~result.valid).sum())
             summary = f"mean reward {valid_rewards.mean():.3g}"

@@ -88,8 +88,12 @@ def train(arguments: list[str]) -> int:
     """
     hide_progress_bars()
     is_dry, memory_gb = False, None
-    if os.getcwd() not in sys.path:  # users keep their recipes, roles and rewards there
-        sys.path.append(os.getcwd())
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        return _refuse(ConfigError(["the working directory no longer exists; change to another one"]))
+    if folder not in sys.path:  # users keep their recipes, roles and rewards there
+        sys.path.append(folder)
     try:
         is_dry, memory_gb, arguments = split_options(arguments)
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())

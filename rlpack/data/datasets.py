@@ -33,6 +33,7 @@ def load_prompts(
     answer_column: str | None = "answer",
     completion_column: str | None = None,
     generator: Mapping[str, Any] | None = None,
+    key: str = "data.source",
 ) -> PromptDataset:
     """Return the prompts of a source, with all rows checked.
 
@@ -46,6 +47,7 @@ def load_prompts(
         answer_column: column of the answer that rewards compare with; None for none.
         completion_column: column of the demonstration, the target text of supervised steps; None for none.
         generator: arguments of the built-in generator.
+        key: the key that sets the source, for messages.
 
     Raises:
         DataError: the source can't be read, lacks a column, has no rows, or has an invalid one, which the
@@ -55,7 +57,7 @@ def load_prompts(
     named["data.completion_column"] = completion_column
     examples: list[Example] = []
     shapes: dict[str, str] = {}
-    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {})):
+    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {}, key)):
         for key, column in named.items():
             if column is not None and column not in row:
                 raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
@@ -99,25 +101,25 @@ def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
     return check_text(row["uid"], f"{place}: uid")
 
 
-def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any], key: str) -> Iterator[Row]:
     """Yield the place and the columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
-    path = local_path(source)
+    path = local_path(source, key)
     if path is None:
-        return _hub(source, split)
+        return _hub(source, split, key)
     if path.is_dir():
-        return _hub(str(path), split)
+        return _hub(str(path), split, key)
     if path.suffix not in DATA_FILES:
         raise DataError(
-            f"{source} has the unsupported suffix {path.suffix!r}; set data.source to a .jsonl or .parquet file, a "
+            f"{source} has the unsupported suffix {path.suffix!r}; set {key} to a .jsonl or .parquet file, a "
             "folder, or the name of a dataset on the Hub"
         )
     return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
 
-def local_path(source: str) -> Path | None:
-    """Return the file or folder of a source; None for a dataset on the Hub.
+def local_path(source: str, key: str = "data.source") -> Path | None:
+    """Return the file or folder of a source, which `key` sets; None for a dataset on the Hub.
 
     Raises:
         DataError: the source is a path that does not exist.
@@ -125,14 +127,12 @@ def local_path(source: str) -> Path | None:
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~name of an unknown user
-        raise DataError(f"there is no file {source}: {error}; set data.source") from error
+        raise DataError(f"there is no file {source}: {error}; set {key}") from error
     if path.exists():
         return path
     if not source.startswith(("/", "./", "../", "~")) and path.suffix.lower() not in _FILE_SUFFIXES:
         return None
-    raise DataError(
-        f"there is no file {source}; set data.source (relative paths start at {Path.cwd()}){suggest_path(path)}"
-    )
+    raise DataError(f"there is no file {source}; set {key} (relative paths start at {Path.cwd()}){suggest_path(path)}")
 
 
 def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -162,8 +162,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:  # ValueError: a number with more digits than Python parses
-                # Leave out the decoder's line number, which is always 1.
-                where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                where: Any = error
+                if isinstance(error, json.JSONDecodeError):  # leave out its line number, which is always 1
+                    where = f"{error.msg.removesuffix(' at')} at column {error.colno}"
                 raise DataError(f"{place} is not JSON: {where}; it begins {text[:60]!r}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{place} is a {type(row).__name__}; every line must be one JSON object")
@@ -184,14 +185,14 @@ def _parquet(path: Path) -> Iterator[Row]:
                     yield f"{path}, row {number}", row
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} can't be read as Parquet: {error}; write the file again") from error
+        raise DataError(f"{path} can't be read as Parquet: {str(error).rstrip('.')}; write the file again") from error
 
 
-def _hub(source: str, split: str) -> Iterator[Row]:
+def _hub(source: str, split: str, key: str) -> Iterator[Row]:
     """Yield the rows of a folder or a dataset on the Hub, using `datasets.load_dataset`."""
     import datasets
 
-    check_hub(source)
+    check_hub(source, key)
     try:
         table = datasets.load_dataset(source, split=split)
         for number, row in enumerate(table):
@@ -211,13 +212,13 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 150]} … {text[-150:]}"
 
 
-def check_hub(source: str) -> None:
-    """Raise within seconds unless a source is local or the Hub has it.
+def check_hub(source: str, key: str = "data.source") -> None:
+    """Raise within seconds unless a source, which `key` sets, is local or the Hub has it.
 
     Raises:
         DataError: the Hub can't be reached, or has no such dataset.
     """
-    if source == "arithmetic" or local_path(source) is not None:
+    if source == "arithmetic" or local_path(source, key) is not None:
         return
     from huggingface_hub import constants
 
@@ -230,6 +231,6 @@ def check_hub(source: str) -> None:
     if problem:
         raise DataError(
             f"dataset {source!r} is not a local file or folder, and {constants.ENDPOINT} can't be asked for it "
-            f"({problem}){suggest_path(Path(source))}; set data.source to a dataset that it has and you may read, to a "
+            f"({problem}){suggest_path(Path(source))}; set {key} to a dataset that it has and you may read, to a "
             "local .jsonl or .parquet file, or set HF_HUB_OFFLINE=1 to use cached datasets"
         )

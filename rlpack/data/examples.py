@@ -54,7 +54,7 @@ class PromptDataset:
     def __post_init__(self) -> None:
         """Check size and uids."""
         if not self.examples:
-            raise DataError(f"{self.name} has no rows; data.source needs at least one prompt")
+            raise DataError(f"{self.name} has no rows; a dataset needs at least one prompt")
         first: dict[str, int] = {}
         for row, example in enumerate(self.examples):
             if first.setdefault(example.uid, row) != row:

@@ -80,7 +80,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
 
     Raises:
         RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files,
-            or one of its files is a folder, a link or a device.
+            or one of its files is a folder, a link or a device; or it contains a finished run without checkpoints.
     """
     place = run_dir.absolute()
     if (size := len(os.fsencode(place))) > _LONGEST_PATH:
@@ -108,10 +108,8 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
                 f"run_dir={run_dir}: {name} is {what}, but the run needs a regular file there; remove it, or choose "
                 "another run_dir"
             )
-    if not resume and holds_run(run_dir):
-        raise RunDirectoryError(
-            f"run_dir={run_dir} already contains a run; continue it with resume=auto, or choose another run_dir"
-        )
+    if holds_run(run_dir):
+        _check_can_continue(run_dir, resume=resume)
     if unrelated := [] if holds_run(run_dir) else _unrelated_files(run_dir):
         raise RunDirectoryError(
             f"run_dir={run_dir} contains unrelated files ({', '.join(unrelated[:3])}{', …' * (len(unrelated) > 3)}); "
@@ -121,6 +119,18 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise RunDirectoryError(
             f"run_dir={run_dir} can't be written (no permission in {nearest}); choose another run_dir"
+        )
+
+
+def _check_can_continue(run_dir: Path, *, resume: bool) -> None:
+    if not resume:
+        raise RunDirectoryError(
+            f"run_dir={run_dir} already contains a run; continue it with resume=auto, or choose another run_dir"
+        )
+    if (run_dir / MODEL).exists() and not holds_checkpoint(run_dir):
+        raise RunDirectoryError(
+            f"run_dir={run_dir} contains a finished run, whose checkpoints are gone, so it can't be continued; restore "
+            f"{run_dir / CHECKPOINTS}, or choose another run_dir"
         )
 
 
@@ -151,6 +161,8 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         before = read_config(run_dir)
+        if has_started(run_dir) and not holds_checkpoint(run_dir):
+            logger.warning("%s contains no checkpoint, so the run starts again from the beginning", run_dir)
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         (run_dir / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:

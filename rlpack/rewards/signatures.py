@@ -97,7 +97,7 @@ def resolve(target: str, key: str = "reward.function") -> RewardCallable:
             f"{key} is {target!r}, and {module_name} has no {name}; its functions are: {functions or 'none'}"
         ) from error
     if not callable(function):
-        raise RewardError(f"{key} is {target!r}, which is a {type(function).__name__} and not a function")
+        raise RewardError(f"{key} is {target!r}, which is of type {type(function).__name__} and not a function")
     return function
 
 

@@ -200,7 +200,8 @@ def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, 
     splits |= {False: (data.validation_source or data.source, data.validation_split)}
     generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
     for is_training, (source, split) in splits.items():
-        check_hub(source)
+        key = "data.source" if is_training or data.validation_source is None else "data.validation_source"
+        check_hub(source, key)
         if _is_small(source):
             yield (
                 is_training,
@@ -212,6 +213,7 @@ def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, 
                     answer_column=data.answer_column,
                     completion_column=data.completion_column,
                     generator=generator,
+                    key=key,
                 ),
             )
 

@@ -190,6 +190,22 @@ def test_a_directory_that_only_holds_checkpoints_holds_a_run(tmp_path: Path) -> 
         check_run_dir(tmp_path, resume=False)
 
 
+def test_a_finished_run_whose_checkpoints_are_gone_is_not_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(tmp_path / "run") as run:
+        run.log(1, {"reward/mean": 0.1})
+    with start(tmp_path / "run", Config(resume="auto")):  # it was killed before its first checkpoint
+        pass
+    assert "contains no checkpoint, so the run starts again from the beginning" in caplog.text
+    with start(tmp_path / "other") as run:
+        run.log(1, {"reward/mean": 0.1})
+    (tmp_path / "other" / "model").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"finished run, whose checkpoints are gone, .* choose another run_dir"):
+        start(tmp_path / "other", Config(resume="auto"))
+    assert len(list(read_records(tmp_path / "other" / "metrics.jsonl"))) == 1
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path, inside: bool) -> None:
     (tmp_path / "file").write_text("")

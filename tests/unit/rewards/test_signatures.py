@@ -82,7 +82,7 @@ def test_arguments_and_columns_that_a_function_names_are_taken():
         ("rlpack.rewards.functions:a b", "package.module:function"),
         ("no_such_package.rewards:f", "can't be imported: ModuleNotFoundError"),
         ("rlpack.rewards.functions:final_answr", "its functions are: .*final_answer"),
-        ("rlpack.rewards.reward_result:MAX_REWARD", "is a float and not a function"),
+        ("rlpack.rewards.reward_result:MAX_REWARD", "is of type float and not a function"),
     ],
 )
 def test_a_target_that_names_no_function_is_refused_with_the_way_out(target, text):

@@ -115,10 +115,13 @@ def test_a_function_may_fail_on_some_demonstrations(tmp_path: Path):
     assert session.progress.demonstrations_trained == 4
 
 
-def test_a_function_may_give_no_reward_for_demonstrations(tmp_path: Path):
+def test_a_function_may_give_no_reward_for_demonstrations_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
     sft.sft_warmup(session)
     assert session.progress.demonstrations_trained == 4
+    assert "role reward gave none of 16 demonstrations a reward; does the function return a number?" in caplog.text
 
 
 def test_demonstrations_longer_than_a_response_may_be_are_left_out(tmp_path: Path):
