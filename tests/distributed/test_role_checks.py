@@ -85,7 +85,7 @@ def test_a_good_role_runs_dies_and_leaves_nothing_behind():
     ("name", "message"),
     [
         ("exits", "role exits, rank 0, in score: the process died"),
-        ("hangs", r"role hangs, rank 0, in score: no answer from rank\(s\) 0 within 20 s"),
+        ("hangs", r"role hangs, rank 0, in score: no answer from rank 0 within 20 s"),
         ("apart", "Apart.score returns a different result for a row when rows come in another order: 'rewards' of row"),
     ],
 )

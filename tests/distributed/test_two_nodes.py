@@ -90,7 +90,7 @@ def test_a_rank_that_is_stopped_on_another_node_is_named(machines: Machines, tmp
         (far,) = (rank for rank, node in enumerate(ranks._pool.nodes) if node != here)
         ranks._call_s, ranks.is_restartable = 2.0, False  # as if the role was trained
         os.kill(ranks.process_ids()[far], signal.SIGSTOP)
-        with pytest.raises(RoleError, match=rf"\(rank {far}\) is stopped, .*; rank\(s\) {1 - far} wait for it") as said:
+        with pytest.raises(RoleError, match=rf"\(rank {far}\) is stopped, .*; rank {1 - far} waits for it") as said:
             group.run(Faulty.wait_for_all)
         assert said.value.rank == far
         address = ray.util.get_node_ip_address()
