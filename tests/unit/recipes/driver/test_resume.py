@@ -69,7 +69,7 @@ def test_moments_in_8_bits_stay_on_as_many_ranks():
     actor = replicas.actor.model_copy(update={"parallel": Parallel(tp=2)})
     stages = replicas.actor.model_copy(update={"parallel": Parallel(pp=2)})
     check_same_run(saved, replicas.model_copy(update={"actor": stages}))
-    with pytest.raises(ConfigError, match=r"1 ranks and .* written by 2; 8-bit"):
+    with pytest.raises(ConfigError, match=r"1 rank and .* written by 2; 8-bit"):
         check_same_run(saved, config("adamw_8bit", 2).model_copy(update={"actor": stages}))
     with pytest.raises(ConfigError, match=r"4 ranks with actor.parallel.tp=2 and .* written by 4 with tp=1; 8-bit"):
         check_same_run(replicas.model_dump(mode="json"), replicas.model_copy(update={"actor": actor}))
