@@ -151,8 +151,8 @@ class CheckpointWriter:
             return
         try:
             self.finish()
-        except CheckpointError as error:
-            logger.warning("%s", error)
+        except Exception as error:  # noqa: BLE001 - the run ends with its own error
+            logger.warning("the checkpoint under way could not be committed: %s", error)
 
     def _forget(self) -> None:
         """Delete the staging directory, unless it is committed or a commit still runs: the next save deletes it."""

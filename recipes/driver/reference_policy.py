@@ -115,6 +115,8 @@ def rebuild_reference(directory: Path, rebuild: Rebuild, export: Callable[[str],
             )
         remove_reference(directory)
         rebuilt.rename(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"the reference {folder} can't be replaced by the rebuilt one: {error}") from error
     finally:
         discard_folder(rebuilt)
 

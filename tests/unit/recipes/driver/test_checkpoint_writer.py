@@ -108,10 +108,10 @@ def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):
 def test_a_commit_under_way_is_waited_for_and_its_folder_never_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: bool
 ):
-    begun, may_go_on, commit = threading.Event(), threading.Event(), Staging.commit
+    has_started, may_go_on, commit = threading.Event(), threading.Event(), Staging.commit
 
     def held(staging: Staging, *arguments: Any, **options: Any) -> Any:
-        begun.set()
+        has_started.set()
         assert may_go_on.wait(30.0)
         return commit(staging, *arguments, **options)
 
@@ -120,7 +120,7 @@ def test_a_commit_under_way_is_waited_for_and_its_folder_never_deleted(
     written(writer, tmp_path, role, 1)
     role.is_done = True
     writer.advance()
-    assert begun.wait(30.0)
+    assert has_started.wait(30.0)
     if ends:
         threading.Timer(0.2, may_go_on.set).start()
     writer.abandon()
