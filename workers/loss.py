@@ -145,6 +145,14 @@ class PolicyGradientLoss(LogprobLoss):
     newest: int = field(default=0, kw_only=True)
 
     @property
+    def measures_gap(self) -> bool:
+        """Whether the metric `logprob_gap` compares the step's own log-probs with the sampler's.
+
+        It does so if no pass before the update has. With `correction.bypass`, the sampler's are in `logprobs`.
+        """
+        return self.on_policy or self.algorithm.correction.bypass
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads: with a KL term also the reference's log-probs."""
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
@@ -215,10 +223,12 @@ class PolicyGradientLoss(LogprobLoss):
                 metrics["kl_bounded_fraction"] = (token_weight * bounded).sum()
             if self.on_policy:
                 metrics["response_kl"] = kl.detach().double().sum() / self.responses
-        if self.on_policy:
-            gap = (tokens.logprobs.detach() - response_values(rows, "rollout_logprobs", weight)).abs()
+        if self.measures_gap:
+            sampled = response_values(rows, "rollout_logprobs", weight) if self.on_policy else tokens.old_logprobs
+            gap = (tokens.logprobs.detach() - sampled).abs()
             metrics["logprob_gap"] = (token_weight.double() * gap).sum()
-            metrics |= self._mismatch(tokens, rows) if self.lags else {}
+        if self.on_policy and self.lags:
+            metrics |= self._mismatch(tokens, rows)
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * (weight * entropy).sum()
         return MicrobatchLoss(loss, metrics | {"loss": loss.detach()})

@@ -250,27 +250,42 @@ def update_actor(
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
-        actor, updates = session.actor.with_plan(plan), []
-        weigh = partial(_weights, session)
+        updates, weigh = list[dict[str, float]](), partial(_weights, session)
         for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
             session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
     record_pending_kl(step, rollouts)
+    for later in updates[1:]:  # only the first step has the weights that responses were sampled with
+        later.pop("actor/logprob_gap", None)
     step.record_optimizer_steps(updates)
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
     if loss.on_policy and lags:
         record_mismatch_of_update(session, step)
-    gap = step.metrics.get("rollout/logprob_gap") if loss.on_policy else None
-    if gap is not None and step.lag > 0:
-        session.logprob_gap_limit.check_lagged(gap, step.number, step.lag)
-    elif gap is not None:
-        scored = None
-        if session.logprob_gap_limit.is_fatal(gap):  # measured again, after the update, to name rows and tokens
-            scored = rollouts.union(actor.run(ActorWorker.logprobs, rollouts).keep(["logprobs", "logprob_gap"]))
-        session.logprob_gap_limit.check(gap, scored, session.store, step.number)
+    if loss.measures_gap:
+        _check_gap_of_update(session, step, rollouts, plan)
     _adapt_kl(session, step, rollouts.num_rows)
+
+
+def _check_gap_of_update(session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> None:
+    """Check the gap between the trainer's and the sampler's log-probs that the update's first step has measured.
+
+    Raises:
+        LogprobGapError: the responses are of the newest policy, and the gap exceeds ten times its limit.
+    """
+    gap, limit = step.metrics.get("rollout/logprob_gap"), session.logprob_gap_limit
+    if gap is None:
+        return
+    if step.lag > 0:
+        limit.check_lagged(gap, step.number, step.lag)
+        return
+    scored = None
+    if limit.is_fatal(gap):  # measured again, after the update, to name rows and tokens
+        measured = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
+        found = measured.keep(["logprobs", "logprob_gap"])
+        scored = rollouts.drop([name for name in found if name in rollouts]).union(found)
+    limit.check(gap, scored, session.store, step.number)
 
 
 def _weights(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> dict[str, Tensor]:

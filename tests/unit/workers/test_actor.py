@@ -9,6 +9,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer, Rollout
+from rlpack.config.sections.correction_settings import Correction
 from rlpack.distributed.context import RankContext
 from rlpack.models import attention
 from rlpack.models.errors import IsolationError
@@ -84,6 +85,18 @@ def test_a_single_update_without_old_log_probs_is_the_one_with_them_bit_for_bit(
     assert metrics["actor/grad_norm"] > 0
     one, other = (exported_weights(actor) for actor in actors)
     assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_an_update_with_the_samplers_log_probs_measures_their_gap_to_its_own():
+    algorithm = ON_POLICY.model_copy(update={"correction": Correction(bypass=True)})
+    actor = actor_of(tiny_config(algorithm=algorithm))
+    batch = on_policy_batch(actor)
+    own = batch.restore([actor.logprobs(shard_of(batch))])["logprobs"]
+    shifted = own.with_values(torch.where(batch["response_mask"].values, own.values - 0.25, 0.0))
+    columns = batch.drop(["rollout_logprobs"]).union({"logprobs": shifted})
+    (metrics,) = actor.train_step(shard_of(columns), PolicyGradientLoss(algorithm, temperature=1.0), 0.1)
+    assert metrics["actor/logprob_gap"] == pytest.approx(0.25, rel=1e-5)
+    assert metrics["actor/ratio_mean"] == pytest.approx(math.exp(0.25), rel=1e-5)
 
 
 def test_tokens_at_the_bound_of_the_divergence_are_counted_in_each_response():

@@ -12,6 +12,7 @@ from rlpack.batch.offload import offload
 from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Actor, Algorithm, Trainer
+from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.sections.optimization import Lora
 from rlpack.packing import Batching, MicrobatchPlan
 from rlpack.recipes.driver.policy_stages import (
@@ -100,6 +101,39 @@ def test_the_gap_that_a_single_update_measures_has_the_same_limit(tmp_path: Path
     rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool), "response_tokens": tokens})
     with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*most in row 1 "):
         update_actor(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
+
+
+BYPASS = Algorithm(correction=Correction(bypass=True))
+
+
+def test_with_bypass_the_first_optimizer_step_measures_the_gap(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, algorithm=BYPASS), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress = Progress(phase="train")
+    gaps = [{"actor/logprob_gap": gap, "actor/skipped_steps": 0.0} for gap in (0.01, 3.0, 4.0)]
+    actor = set_group(session, "actor", train_step=gaps)
+    step = session.begin_step(1)
+    rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool)})
+    rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
+    update_actor(session, step, rollouts, plan_of(session, rollouts))
+    assert actor.called == ["train_step"]
+    assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.01)
+
+
+def test_with_bypass_a_gap_of_ten_times_the_limit_ends_the_step(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, algorithm=BYPASS), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress = Progress(phase="train")
+
+    def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
+        gaps = torch.tensor([0.0, 13.0]).double()
+        return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], "logprob_gap": gaps})
+
+    metrics = [{"actor/logprob_gap": 1.0, "actor/skipped_steps": 0.0}]
+    set_group(session, "actor", logprobs=logprobs, train_step=metrics)
+    step = session.begin_step(1)
+    rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool)})
+    rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*most in row 1 "):
+        update_actor(session, step, rollouts, plan_of(session, rollouts))
 
 
 def plan_of(session: Session, rollouts: BatchedDataDict) -> MicrobatchPlan:
