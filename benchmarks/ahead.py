@@ -9,12 +9,15 @@ with a lead of one step. A run's figure is the mean of its steps but the first t
 number of optimizer steps of a batch; with 1, training skips the pass over old log-probs. `--prompts` is their number in
 a step: the fewer, the larger the part of generation, whose longest responses take the same time. `--longest` is the
 limit of a response in tokens: with a larger one, a step takes longer, and what the driver does between the parts of a
-step is a smaller share of it. Exits with 1 if a lead takes fewer than `--bar` times the steps of the same ranks without
-one.
+step is a smaller share of it. Before each repeat, a control measures the machine: how many times as much two
+processes compute as one, in the same time. Without work between the parts of a step, and with two cores that don't slow
+each other down, this and the gain of a lead would be 2. Exits with 1 if a lead takes fewer than `--bar` times the steps
+of the same ranks without one.
 """
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -28,6 +31,7 @@ import numpy as np
 from benchmarks.trl_grpo import ALPHABET, ROOT
 
 DEADLINE_S, GROUP = 600.0, 2
+_PRODUCTS = 6000
 # Tokens of a long response over the mean of a short one, and the share of long ones.
 TAIL, SHARE = 5, 0.1
 SHORT_LETTERS, LONG_LETTERS = ALPHABET[:20], ALPHABET[20:22]
@@ -98,6 +102,29 @@ def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[-2:]), encoding="utf-8")
 
 
+def seconds_of_products(num_products: int) -> float:
+    """Return the time of the products of an MLP layer of 256 tokens on one thread, in seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    states, weight = torch.randn(256, 128), torch.randn(384, 128)
+    for timed in (num_products // 10, num_products):  # the first warms up
+        begin = time.perf_counter()
+        for _ in range(timed):
+            _ = torch.nn.functional.silu(states @ weight.t()) @ weight
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
+def speedup_of_two_processes() -> float:
+    """Return how many times as much two processes compute as one, in the same time."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        seconds_of_one, seconds_of_two = (
+            max(pool.map(seconds_of_products, [_PRODUCTS] * count, chunksize=1)) for count in (1, 2)
+        )
+    return 2 * seconds_of_one / seconds_of_two
+
+
 class Work(NamedTuple):
     """What a run does: its steps, the optimizer steps and prompts of each, and the longest response in tokens."""
 
@@ -159,7 +186,10 @@ def main() -> int:
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name), options.longest, options.prompts)
+        speedups: list[float] = []
         for _ in range(options.repeats):
+            speedups.append(speedup_of_two_processes())
+            print(f"two processes compute {speedups[-1]:.2f} times as much as one")
             for way, overrides in WAYS.items():
                 found[way].append(run(Path(name), overrides, work))
                 print(f"{way}: {found[way][-1].whole:.2f} s", flush=True)
@@ -170,6 +200,7 @@ def main() -> int:
         )
         print(f"{way:26}{seconds[way]:7.2f} s a step, {generation:.2f} s generation, {drain:.2f} s waiting for it")
     length = statistics.fmean(step.length for steps in found.values() for step in steps)
+    print(f"two processes compute {statistics.median(speedups):.2f} times as much as one")
     turns, apart, lead = seconds.values()
     print(f"{length:.1f} tokens per response on average, at most {options.longest}")
     print(f"lead 1 against lead 0 on the same ranks {apart / lead:.2f}, against two ranks in turns {turns / lead:.2f}")

@@ -6,14 +6,16 @@
 
 A step is 32 prompts × 8 responses and four optimizer steps of 64 sequences, with a KL term. rlpack runs as
 `rlpack train` with two ranks that hold the whole model each (`actor.parallel.dp_replicate=2`), as TRL's do, and
-`batching.share_prompts=true` (`--whole-rows` leaves it out), and with the overrides that follow `--overrides`; TRL as
-one process with two threads and as two processes with one each, and its faster way counts. The three take turns. A
-run's figure is the median of its steps but the first and the last.
+`batching.share_prompts=true` (`--whole-rows` leaves it out), and with the overrides that follow `--overrides`. It runs
+a second time with `algorithm.correction.bypass=true`: the sampler's log-probs then serve as the old ones, from which
+they differ by rounding, while TRL gets none from transformers and computes them. TRL runs as one process with two
+threads and as two processes with one each, and its faster way counts. All take turns. A run's figure is the median of
+its steps but the first and the last.
 
 Settings are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence; `skewed`, mean about 25 and
 at most 128, by a random model over 26 tokens; and `vllm`, the same lengths by a model of 14 M parameters, where rlpack
 generates with vLLM and TRL with transformers. The learning rate of 1e-12 keeps lengths as they are. Exits with 1 if a
-ratio is below its bar.
+ratio of rlpack's faster way is below its bar.
 """
 
 import argparse
@@ -57,6 +59,7 @@ SETTINGS = {
     "skewed": Setting(128, 4.5),
     "vllm": Setting(128, 3.0, (384, 8, 6, 2, 1152), ("rollout=vllm",)),
 }
+BYPASS = ("algorithm.correction.bypass=true",)
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 1800.0
 
@@ -215,13 +218,19 @@ def execute(*command: str, **environment: str) -> None:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def compare(setting: str, steps: int, repeats: int, peers: Path, *, share: bool, further: Sequence[str]) -> float:
-    """Print each alternation and the medians; return how many times as long TRL's faster way takes."""
+def compare(
+    setting: str, steps: int, repeats: int, peers: Path, *, share: bool, further: Sequence[str]
+) -> tuple[float, float]:
+    """Print each alternation and the medians; return how many times as long TRL's faster way takes.
+
+    The second ratio is that of rlpack with the sampler's log-probs.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, setting)
         sides: dict[str, Callable[[], Run]] = {
-            "rlpack, two ranks": lambda: run_rlpack(folder, setting, steps, share=share, further=further),
+            "rlpack": lambda: run_rlpack(folder, setting, steps, share=share, further=further),
+            "rlpack, bypass": lambda: run_rlpack(folder, setting, steps, share=share, further=[*BYPASS, *further]),
             "TRL, one process": lambda: run_trl(folder, setting, steps, peers, 1),
             "TRL, two processes": lambda: run_trl(folder, setting, steps, peers, 2),
         }
@@ -236,8 +245,8 @@ def compare(setting: str, steps: int, repeats: int, peers: Path, *, share: bool,
         length = statistics.fmean(run.length for run in found)
         speed = f"{medians[side]:7.2f} s a step,{60 / medians[side]:6.1f} a minute"
         print(f"{setting:7} {side:20}{speed}, {length:.1f} tokens a response")
-    own, *theirs = medians.values()
-    return min(theirs) / own
+    own, bypass, *theirs = medians.values()
+    return min(theirs) / own, min(theirs) / bypass
 
 
 def main() -> int:
@@ -261,9 +270,13 @@ def main() -> int:
     for setting in options.settings:
         share = not options.whole_rows
         peers, further = options.peers.resolve(), options.overrides
-        ratio = compare(setting, options.steps, options.repeats, peers, share=share, further=further)
-        missed += ratio < SETTINGS[setting].bar
-        print(f"{setting}: TRL's faster way / rlpack {ratio:.2f} (at least {SETTINGS[setting].bar})", flush=True)
+        ratios = compare(setting, options.steps, options.repeats, peers, share=share, further=further)
+        missed += max(ratios) < SETTINGS[setting].bar
+        print(
+            f"{setting}: TRL's faster way / rlpack {ratios[0]:.2f}, with bypass {ratios[1]:.2f} "
+            f"(at least {SETTINGS[setting].bar})",
+            flush=True,
+        )
     return int(missed > 0)
 
 

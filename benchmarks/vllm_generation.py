@@ -6,6 +6,9 @@ Needs vLLM: `make vllm`, then run it with .venv-vllm/bin/python. Each engine com
 turns. vLLM computes in a separate process; its front end, in this one, can use the machine's second core. Lengths are
 `skewed`: one token in 30 ends a response; mean about 25, longest 128. Engines sample the same distribution from
 different random numbers, so tokens are counted for each. Exits with 1 if a ratio is below its bar.
+
+The second line of a model is a bound: the tokens per second of an engine that computes in fp32, with one thread and
+PyTorch's libraries, the products of the model's linear layers and nothing else (`benchmarks/linear_layers.py`).
 """
 
 import argparse
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.generation import LONGEST, LONGEST_PROMPT, MODELS, TOKENS_PER_STOP, model_section, prompts
+from benchmarks.linear_layers import LinearLayers
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import character_tokenizer
@@ -48,27 +52,32 @@ def start(kind: type[E], name: str) -> E:
     )
 
 
-def generating(engine: AnyEngine, rows: int, vocabulary: int) -> Callable[[int], int]:
-    """Return a function that generates from a seed and returns the number of tokens."""
+def generating(engine: AnyEngine, rows: int, vocabulary: int) -> Callable[[int], np.ndarray]:
+    """Return a function that generates from a seed and returns the tokens of each response."""
     column = Ragged.from_rows([torch.tensor(prompt) for prompt in prompts(rows, vocabulary)], torch.int64)
     stops = tuple(range(round(vocabulary / TOKENS_PER_STOP)))
     params = SamplingParams(max_new_tokens=LONGEST, stop_token_ids=stops)
 
-    def generate(seed: int) -> int:
+    def generate(seed: int) -> np.ndarray:
         seeds = np.random.default_rng(seed).integers(0, 2**63, rows).astype(np.uint64)
-        return int(engine.generate(column, params, seeds).token_ids.lengths.sum())
+        return engine.generate(column, params, seeds).token_ids.lengths.numpy()
 
     return generate
 
 
-def rates(calls: list[Callable[[int], int]], repeats: int) -> list[float]:
-    """Return each engine's tokens per second over alternating calls, the median."""
-    found: list[list[float]] = [[] for _ in calls]
+def rates(calls: list[Callable[[int], np.ndarray]], layers: LinearLayers, repeats: int) -> list[float]:
+    """Return each engine's tokens per second over alternating calls, the median.
+
+    The last number is that of the linear layers alone, with the lengths of the first engine's responses.
+    """
+    found: list[list[float]] = [[] for _ in range(len(calls) + 1)]
     for repeat in range(-1, repeats):  # the first call warms up
-        for speeds, call in zip(found, calls, strict=True):
+        lengths: list[np.ndarray] = []
+        for speeds, call in zip(found, calls, strict=False):
             begin = time.perf_counter()
-            tokens = call(repeat + 1)
-            speeds.append(tokens / (time.perf_counter() - begin))
+            lengths.append(call(repeat + 1))
+            speeds.append(lengths[-1].sum() / (time.perf_counter() - begin))
+        found[-1].append(lengths[0].sum() / layers.seconds_of(lengths[0]))
     return [float(np.median(speeds[1:])) for speeds in found]
 
 
@@ -83,16 +92,17 @@ def main() -> int:
     keep_freed_memory()  # as ranks do
     missed = 0
     for name in options.models:
-        hf, vllm = start(HFEngine, name), start(VLLMEngine, name)
+        hf, vllm, layers = start(HFEngine, name), start(VLLMEngine, name), LinearLayers(MODELS[name])
         for rows in options.rows:
             vocabulary = MODELS[name].vocabulary
             calls = [generating(hf, rows, vocabulary), generating(vllm, rows, vocabulary)]
-            by_hf, by_vllm = rates(calls, options.repeats)
+            by_hf, by_vllm, bound = rates(calls, layers, options.repeats)
             ratio = by_vllm / by_hf
             missed += ratio < BARS[name]
             print(
                 f"{name:5} {rows:4} rows: hf {by_hf:8,.0f} tokens/s, vLLM {by_vllm:8,.0f}, {ratio:.2f} times as many "
-                f"(at least {BARS[name]})",
+                f"(at least {BARS[name]})\n"
+                f"{'':16} linear layers alone {bound:8,.0f}, {bound / by_hf:.2f} times as many as hf",
                 flush=True,
             )
         vllm.close()
