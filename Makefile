@@ -53,14 +53,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@
 
-# vLLM's CPU build. The file lists every package, so nothing is resolved; PyTorch comes first, as above.
+# vLLM's CPU build, which needs PyTorch's: choose it by TORCH, as above. The file lists every package, so nothing is resolved.
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV) || python3 -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps $(TORCH)
 	$(VLLM_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
 	$(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --no-deps -r constraints-vllm.txt || \
 		$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps -r constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(VLLM_BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || { echo "$(VLLM_VENV) needs \
+	PyTorch's CPU build: rm -r $(VLLM_VENV), then make vllm TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\"" >&2; exit 1; }
 	$(VLLM_BIN)/python -m compileall -q -j 0 $(VLLM_VENV)/lib > /dev/null || true
 	$(VLLM_BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@

@@ -1,4 +1,4 @@
-"""The least time that an engine needs in fp32: the products of a model's linear layers, and nothing else."""
+"""Time the linear layers of a model in fp32 by PyTorch's libraries: an engine that uses them needs at least this."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from torch import Tensor
 from benchmarks.generation import Size
 from rlpack.models.cpu_products import is_faster, packed_product, packed_weight
 
-# Numbers of rows whose time is measured; times between are interpolated.
-_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 _REPEATS = 5
 
 
@@ -36,13 +34,11 @@ class LinearLayers:
 
         Args:
             lengths: tokens of each response, int [B]. All are sampled from the start; a row that has ended takes no
-                part in the products.
+                part in the products. Powers of two are measured, and times between them are interpolated.
         """
-        measured = [self._seconds_of_rows(rows) for rows in _ROWS]
         active = [(lengths > token).sum() for token in range(lengths.max())]
-        if max(active) > _ROWS[-1]:
-            raise ValueError(f"{max(active)} rows are sampled at a time; at most {_ROWS[-1]} are measured")
-        return float(np.interp(active, _ROWS, measured).sum())
+        powers = [2**power for power in range(len(lengths).bit_length() + 1)]
+        return float(np.interp(active, powers, [self._seconds_of_rows(rows) for rows in powers]).sum())
 
     def _seconds_of_rows(self, rows: int) -> float:
         """Return the time of a pass through all layers, in seconds, with the faster library for each layer."""

@@ -15,7 +15,7 @@ its steps but the first and the last.
 Settings are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence; `skewed`, mean about 25 and
 at most 128, by a random model over 26 tokens; and `vllm`, the same lengths by a model of 14 M parameters, where rlpack
 generates with vLLM and TRL with transformers. The learning rate of 1e-12 keeps lengths as they are. Exits with 1 if a
-ratio of rlpack's faster way is below its bar.
+ratio is below its bar; the runs with `bypass` don't count for that.
 """
 
 import argparse
@@ -271,7 +271,7 @@ def main() -> int:
         share = not options.whole_rows
         peers, further = options.peers.resolve(), options.overrides
         ratios = compare(setting, options.steps, options.repeats, peers, share=share, further=further)
-        missed += max(ratios) < SETTINGS[setting].bar
+        missed += ratios[0] < SETTINGS[setting].bar
         print(
             f"{setting}: TRL's faster way / rlpack {ratios[0]:.2f}, with bypass {ratios[1]:.2f} "
             f"(at least {SETTINGS[setting].bar})",

@@ -7,8 +7,8 @@ turns. vLLM computes in a separate process; its front end, in this one, can use 
 `skewed`: one token in 30 ends a response; mean about 25, longest 128. Engines sample the same distribution from
 different random numbers, so tokens are counted for each. Exits with 1 if a ratio is below its bar.
 
-The second line of a model is a bound: the tokens per second of an engine that computes in fp32, with one thread and
-PyTorch's libraries, the products of the model's linear layers and nothing else (`benchmarks/linear_layers.py`).
+The second line of a model has the tokens per second of its linear layers alone, in fp32 on one thread
+(`benchmarks/linear_layers.py`). An engine with PyTorch's libraries can't be faster.
 """
 
 import argparse

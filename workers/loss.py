@@ -97,14 +97,14 @@ class LogprobLoss(Loss):
 
     def statistics_inputs(self, logprobs: Tensor, rows: BatchedDataDict) -> Any:
         """Return the part of a microbatch that `statistics` reads, picklable and on the CPU."""
-        raise NotImplementedError(f"{type(self).__name__} needs no statistics")
+        raise NotImplementedError(f"{type(self).__name__} has needs_statistics, but defines no statistics_inputs")
 
     def statistics(self, inputs: Sequence[Any]) -> dict[str, float]:
         """Return the statistics of an optimizer step.
 
         `inputs` holds the result of `statistics_inputs` for each of its microbatches, on all ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs no statistics")
+        raise NotImplementedError(f"{type(self).__name__} has needs_statistics, but defines no statistics")
 
 
 class Moments(NamedTuple):

@@ -2,9 +2,9 @@
 
 PyTorch computes such products with MKL, which doesn't use AVX-512 on AMD CPUs. oneDNN, which is part of the same build
 of PyTorch, does: it is about 2.2 times as fast in the forward pass, and 1.6 to 2.2 times in the backward pass (EPYC
-with AVX-512, PyTorch 2.13). On EPYCs of the fourth generation, which split AVX-512 instructions in two, it is up to 1.2
-times as fast. It compiles a kernel for every number of rows, so rows of zeros round that number up, and
-products of few rows stay with MKL. From 64 rows on, the result of a row doesn't depend on their number.
+with AVX-512, PyTorch 2.13). On EPYCs of the fourth generation, which split AVX-512 instructions in two, it is 0.9 to
+1.2 times as fast with 512 rows or more. It compiles a kernel for every number of rows, so rows of zeros round that
+number up, and products of few rows stay with MKL. From 64 rows on, the result of a row doesn't depend on their number.
 
 Letters: M rows, K inputs, N outputs.
 """

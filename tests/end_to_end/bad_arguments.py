@@ -121,6 +121,7 @@ BAD_ARGUMENTS = (
     key("an argument of a loss below its limit", *SMALL, "algorithm.loss=sapo",
         "+algorithm.loss_arguments.tau_positive=-1",
         words=("algorithm.loss_arguments.tau_positive is -1; set it above 0",)),
+    key("a negative lead", *SMALL, "trainer.lead=-1", words=("trainer.lead", "-1", "at least 0")),
     key("a share over 1", *SMALL, "algorithm.loss=kl_cov", "+algorithm.loss_arguments.share=2",
         words=("algorithm.loss_arguments.share is 2; set it above 0 and at most 1",)),
     key("an argument that the advantage lacks", *SMALL, "+algorithm.advantage_arguments.taper=1",
