@@ -13,7 +13,7 @@ number. Reports to the pool: `H` (the supervisor is running), `E` (exited) with 
 """
 
 import os
-import select
+import selectors
 import signal
 import socket
 import struct
@@ -73,10 +73,13 @@ class Supervisor:
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Not `select.select`: the control socket has its number in the pool's process, which may be over 1024.
+        selector = selectors.PollSelector()
+        for end in (self.control, wake):
+            selector.register(end, selectors.EVENT_READ)
         self.report(b"H", _NO_WORKER, 0)
         while os.getppid() == owner:
-            wait_s = _WATCH_S if self.limits.processes else _IDLE_S
-            ready, _, _ = select.select([self.control, wake], [], [], wait_s)
+            ready = [key.fileobj for key, _ in selector.select(_WATCH_S if self.limits.processes else _IDLE_S)]
             if wake in ready:
                 wake.recv(4096)
             if self.control in ready and not self._execute_command():

@@ -1,10 +1,11 @@
 """The pool against hostile functions."""
 
 import os
+import resource
 import socket
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -187,6 +188,21 @@ def test_processes_are_bounded_and_go_with_their_row_where_they_are_allowed(name
         pool.wait(timeout_s=REFILL_S)
         assert_small(pool)
     assert descendants() == []
+
+
+def test_a_process_with_thousands_of_open_files_has_a_pool():
+    """As a driver of many nodes has; `select.select` takes no descriptor of 1024 and more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("a process may open fewer than 2048 files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        with opened("fine") as pool:
+            found = pool.run(columns(["x", "y"]), 2)["fine"]
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert problems(found) == {None: 2}
 
 
 def test_one_bad_row_fails_alone():
