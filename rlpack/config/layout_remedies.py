@@ -1,7 +1,7 @@
 """Remedies for layouts: changes of sizes, each tried on the configuration before a message names it.
 
-Invariant: a remedy makes the role's layout fit the ranks of its pool, and breaks no layout and no token budget of any
-role that was valid without it.
+Invariant: a remedy makes the role's layout fit the ranks of its pool and, as far as its configuration says them, the
+sizes of its model. It breaks no layout and no token budget of any role that was valid without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +11,7 @@ from math import prod
 from rlpack.config.compile_rules import compile_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.layout_sizes import SIZES, layout_fits, with_sizes
+from rlpack.config.model_sizes import model_fits
 from rlpack.config.roles import WITH_LAYOUTS, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.token_budgets import batchings, holds, roles_over_budget
@@ -19,6 +20,8 @@ from rlpack.config.token_budgets import batchings, holds, roles_over_budget
 Change = Mapping[str, int | str]
 # Sizes that follow from the others by default, and these defaults.
 _DEFAULTS = {"dp_shard": -1, "ep": 1, "vpp": 1}
+# The most ranks that are proposed to share a sequence.
+_MOST_CP = 64
 
 
 def remedy(
@@ -37,7 +40,7 @@ def remedy(
     refused = _refused(config)
     for change in _with_defaults(config, role, list(changes)):
         changed = with_sizes(config, role, **change)
-        if layout_fits(changed, role) and _refused(changed) <= refused and accepts(changed):
+        if _fits(changed, role) and _refused(changed) <= refused and accepts(changed):
             return overrides(role, change)
     return None
 
@@ -71,6 +74,13 @@ def nearest_layout(config: Config, role: str) -> str | None:
 
 def more_ranks(config: Config, role: str) -> str | None:
     """Return the nearest number of ranks of the pool with which a role's layout works, upwards first."""
+    return next(_with_more_ranks(config, role, _refused(config)), None)
+
+
+def _with_more_ranks(
+    config: Config, role: str, refused: set[object], accepts: Callable[[Config], bool] = lambda _: True
+) -> Iterator[str]:
+    """Yield the numbers of ranks of a role's pool with which nothing is refused that isn't in `refused`."""
     pool, parallel = pool_of(config, role), role_parallel(config, role)
     ranks, product = pool_ranks(config, role), prod(getattr(parallel, name) for name in SIZES if name != "dp_shard")
     if parallel.dp_shard > 0:
@@ -78,17 +88,17 @@ def more_ranks(config: Config, role: str) -> str | None:
     else:
         first = -(-ranks // product)
         fitting = [product * count for count in range(first, first + parallel.ep)]
-    refused = _refused(config)
     for count in fitting:
         pools = config.placement.pools | {pool: config.placement.pools[pool].model_copy(update={"ranks": count})}
         changed = config.model_copy(update={"placement": config.placement.model_copy(update={"pools": pools})})
-        if layout_fits(changed, role) and _refused(changed) <= refused:
-            return f"placement.pools.{pool}.ranks={count}"
-    return None
+        if _fits(changed, role) and _refused(changed) <= refused and accepts(changed):
+            yield f"placement.pools.{pool}.ranks={count}"
 
 
 def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> str | None:
-    """Return overrides with the smallest cp that lets a sequence fit the token budget; None if the pool allows none.
+    """Return overrides with a small cp that lets a sequence fit the token budget; None if no cp up to 64 does.
+
+    They change the method of cp where the heads of the model don't divide, and the ranks where the pool has too few.
 
     Args:
         config: the whole configuration.
@@ -98,12 +108,23 @@ def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> 
     """
     if role not in WITH_LAYOUTS or pool_of(config, role) not in config.placement.pools:  # another rule refuses it
         return None
-    return remedy(
-        config,
-        role,
-        [{"cp": cp} for cp in _divisors(pool_ranks(config, role))],
-        lambda changed: all(holds(each, tokens) for each, of in batchings(changed, role) if of == forward),
-    )
+
+    def accepts(changed: Config) -> bool:
+        return all(holds(each, tokens) for each, of in batchings(changed, role) if of == forward)
+
+    found = remedy(config, role, _shared_by(_divisors(pool_ranks(config, role))), accepts)
+    if found is not None:
+        return found
+    refused = _refused(config)
+    for change in _shared_by(range(2, _MOST_CP + 1)):
+        for ranks in _with_more_ranks(with_sizes(config, role, **change), role, refused, accepts):
+            return f"{overrides(role, change)} {ranks}"
+    return None
+
+
+def _shared_by(sizes: Iterable[int]) -> list[Change]:
+    """Return changes to each cp: as it is, or with the method that needs no division of heads."""
+    return [change for cp in sizes for change in ({"cp": cp}, {"cp": cp, "cp_method": "all_gather"})]
 
 
 def pool_ranks(config: Config, role: str) -> int:
@@ -131,11 +152,16 @@ def _with_defaults(config: Config, role: str, changes: list[Change]) -> Iterator
                     yield {**change, **{name: differing[name] for name in names}}
 
 
+def _fits(config: Config, role: str) -> bool:
+    """Return whether a role's layout fits the ranks of its pool, and its model the layout."""
+    return layout_fits(config, role) and model_fits(config, role, pool_ranks(config, role))
+
+
 def _refused(config: Config) -> set[object]:
-    """Return what is refused in a configuration: roles whose layouts don't fit, and rules that are broken."""
+    """Return what is refused in a configuration: roles whose layouts don't fit ranks or model, and broken rules."""
     pools = config.placement.pools
     roles = [role for role in started_roles(config) if role in WITH_LAYOUTS and pool_of(config, role) in pools]
-    refused: set[object] = {role for role in roles if not layout_fits(config, role)}
+    refused: set[object] = {role for role in roles if not _fits(config, role)}
     refused |= {compile_problems} if any(compile_problems(config)) else set()
     try:
         refused |= {("budget", role) for role in roles_over_budget(config)}

@@ -159,7 +159,10 @@ def test_ranks_that_share_tokens_share_the_token_budget():
     text = problems(batching={"max_tokens": 200}, actor={"parallel": {"cp": 2}}, **rollout)
     assert "is 200 for the role actor on each of the 2 ranks that share a microbatch, under the 768 slots" in text
     assert "actor.parallel.cp=4" in text
-    assert "actor.parallel.cp" not in problems(batching={"max_tokens": 100}, **rollout)
+    text = problems(batching={"max_tokens": 100}, **rollout)
+    assert "share it among ranks by actor.parallel.cp=8 placement.pools.main.ranks=8" in text
+    text = problems(batching={"max_tokens": 10}, **rollout)
+    assert "; raise it, lower one of the two" in text  # more than 64 ranks would be needed
 
 
 def test_sequences_are_padded_to_whole_chunks_only_where_ranks_hold_chunks():

@@ -59,7 +59,9 @@ def demonstrations(path, *lengths):
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-@pytest.mark.parametrize(("ranks", "cp", "advice"), [(4, 1, "cp=2, "), (4, 2, "cp=4, "), (1, 1, "")])
+@pytest.mark.parametrize(
+    ("ranks", "cp", "advice"), [(4, 1, "cp=2, "), (4, 2, "cp=4, "), (1, 1, "cp=2 placement.pools.main.ranks=2, ")]
+)
 def test_a_demonstration_over_the_budget_names_the_cp_that_fits_it(data, tmp_path, ranks: int, cp: int, advice: str):
     config = Config(
         data=data.model_copy(update={"completion_column": "demonstration"}),
