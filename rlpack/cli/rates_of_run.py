@@ -81,6 +81,11 @@ def late_window(run_dir: Path) -> int:
         return 1
 
 
+def training_ranks(run_dir: Path) -> int | None:
+    """Return the number of ranks whose rates a run has measured; None for anything else."""
+    return read_record(run_dir).num_ranks if run_dir.is_dir() else None
+
+
 def _rows_of_steps(
     run_dir: Path, taken: Sequence[Mapping[str, Any]], last: int, config: Mapping[str, Any]
 ) -> list[int]:

@@ -10,8 +10,9 @@ import numpy as np
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
-from rlpack.cli.rates_of_run import late_window, measured_lengths_and_rates
+from rlpack.cli.rates_of_run import late_window, measured_lengths_and_rates, training_ranks
 from rlpack.cli.tables import table
+from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
 from rlpack.packing.analysis.running_ahead import (
     Rates,
@@ -112,6 +113,13 @@ def _simulate(given: argparse.Namespace) -> None:
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
     print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
+    measured_on = training_ranks(Path(given.lengths))
+    if measured_on not in (None, setup.train_ranks):
+        print(
+            f"the rates were measured on {counted(measured_on, 'training rank')}, and are assumed to be the same on "
+            f"{setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare with a "
+            "short run of the setup"
+        )
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
 
 

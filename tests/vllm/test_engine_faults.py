@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.commands import DEADLINE_S, Command, done, records, started, started_words, until, without_times
 from tests.end_to_end.settings import UNEVEN
+from tests.vllm.corrupting_rollout import RANK, VERSION
 from tests.vllm.engines import engine_processes
 
 STEPS, TIMEOUT_S = 4, 10
@@ -68,6 +69,37 @@ def test_a_run_with_an_engine_that_hangs_waits_for_it_once_and_is_the_undisturbe
     assert len(late) <= 1, "a second generation waited for the engine that hangs"
     one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (command, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+ROLES = "roles.rollout.target=tests.vllm.corrupting_rollout"
+
+
+def test_a_live_engine_that_fails_the_canary_is_replaced_and_the_run_is_the_undisturbed_run(
+    whole: Command, tmp_path: Path
+):
+    command = done(tmp_path, *OVERRIDES, f"{ROLES}:CorruptsOnce", ranks=1)
+    assert without_faults(command.run_dir) == without_faults(whole.run_dir)
+    found = records(command.run_dir)
+    assert [record["rollout/engines_replaced"] for record in found if record.get("rollout/engines_replaced")] == [1]
+    log = (command.run_dir / "run.log").read_text()
+    assert f"log-probs of the canary at policy version {VERSION} differ" in log
+    assert f"the engine of rank {RANK} is replaced" in log
+    one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (command, whole))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_run_ends_if_the_new_engine_fails_the_canary_too_and_samples_nothing_from_it(whole: Command, tmp_path: Path):
+    with started(tmp_path, *OVERRIDES, f"{ROLES}:CorruptsTwice", ranks=1) as command:
+        assert command.wait() == 1
+        assert command.left_behind() == []
+    where = f"rlpack train: role rollout, rank {RANK}, in publish, step {VERSION - 1} of train"
+    error = f"CanaryError: log-probs of the canary at policy version {VERSION} differ from the trainer's"
+    assert f"{where}: {error}" in command.err
+    sampled = [record for record in records(command.run_dir) if record["phase"] == "train"]
+    assert len(sampled) == VERSION - 1
+    whole_steps = [record for record in without_faults(whole.run_dir) if record["phase"] == "train"]
+    own_steps = [record for record in without_faults(command.run_dir) if record["phase"] == "train"]
+    assert own_steps == whole_steps[: len(own_steps)]
 
 
 def test_an_evaluation_replaces_an_engine_that_died_and_counts_it(whole: Command, tmp_path: Path):

@@ -1,7 +1,11 @@
-"""A run with `rollout=vllm`: killed in the middle and resumed, it is the uninterrupted one bit for bit."""
+"""A run with `rollout=vllm`: killed in the middle and resumed, it is the uninterrupted one bit for bit.
+
+So is one whose engines have a pool of their own.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +82,26 @@ def test_vllms_log_probs_are_the_trainers(whole: Command):
     gaps = [record["rollout/canary_gap"] for record in trained if "rollout/canary_gap" in record]
     assert len(gaps) >= STEPS - 1  # nothing is sampled after the last step
     assert all(0 < gap <= 1e-4 for gap in gaps)  # not 0: the two forward passes are different implementations
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_engines_in_a_pool_of_their_own_train_the_same_policy_as_colocated_ones(
+    whole: Command, tmp_path: Path, engine: str
+):
+    """One engine instead of two samples the same responses: a row's seed and its weights determine its bits."""
+    overrides = [*(word for word in OVERRIDES if word != "rollout=vllm"), f"rollout={engine}"]
+    colocated = whole if engine == "vllm" else done(tmp_path / "colocated", *overrides)
+    apart = done(tmp_path / "apart", *overrides, "placement=two_pools")
+    assert (apart.run_dir / "config.yaml").read_text().count("engines:") == 1
+    for one, other in zip(records(apart.run_dir), records(colocated.run_dir), strict=True):
+        assert without_placement(one) == without_placement(other)
+    one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (apart, colocated))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def without_placement(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in without_times(record).items() if not name.startswith("store/")}
 
 
 def test_no_process_is_left(whole: Command, resumed: Command):

@@ -1,4 +1,7 @@
-"""Adapters, and sizes that ranks don't divide evenly, against transformers' own forward pass of each row in float64."""
+"""Adapters, and sizes that ranks don't divide evenly, against transformers' own forward pass of each row in float64.
+
+Engines get weights into which adapters are merged, whatever the layout.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ from rlpack.models.adapters import add_adapters
 from rlpack.models.inputs import pack_rows
 from rlpack.models.parallel import set_gradient_sync, shard_model
 from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
 from rlpack.worker import RankContext
 from rlpack.workers import build
 from tests.builders import tiny_config
@@ -29,6 +33,7 @@ from tests.unit.models.tiny import VOCABULARY, reference_scores, tiny_model, tin
 
 ROWS = tiny_rows([9, 3, 13, 6, 2, 5])
 ADAPTERS = Lora(rank=3, alpha=6.0)
+SCALE = ADAPTERS.alpha / ADAPTERS.rank
 # Of 53 tokens and 45 channels, two ranks of tp get 27 and 26, and 23 and 22.
 KIND = "qwen3"
 SHAPE: dict[str, Any] = {"intermediate_size": 45}
@@ -39,6 +44,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 if RUNS_ALL:
     LAYOUTS |= {"tp2": (2, {"tp": 2, "sp": False}), "cp2": (2, {"cp": 2}), "dp2tp2": (4, {"tp": 2})}
+# For engines that get weights with merged adapters: ranks, keys of `actor.parallel`, and the model.
+STREAMED: dict[str, tuple[int, dict[str, Any], str]] = {
+    "tp2": (2, {"tp": 2}, "qwen3"),
+    "ep2": (2, {"ep": 2}, "qwen3_moe"),
+}
+if RUNS_ALL:
+    STREAMED |= {
+        "dp2tp2": (4, {"tp": 2}, "llama"),
+        "cp2ep2": (2, {"cp": 2, "ep": 2}, "mixtral"),
+        "ep2tp2": (4, {"tp": 2, "ep": 2}, "qwen3_moe"),
+    }
 # Log-probs of rows, and gradients of weights.
 Found = tuple[dict[int, np.ndarray], dict[str, np.ndarray]]
 
@@ -60,9 +76,10 @@ def weights_of(row: int) -> Tensor:
     return torch.randn(ROWS[row].shape, generator=torch.Generator().manual_seed(row), dtype=torch.float64)
 
 
-def on_layout(mesh: DeviceMesh, rank: int, layout: str, kind: str, adapters: bool) -> Found:
-    """Return the log-probs of this rank's rows and the gradients of all."""
-    num_ranks, sizes = LAYOUTS[layout]
+def divided(
+    rank: int, num_ranks: int, sizes: dict[str, Any], kind: str, *, adapters: bool
+) -> tuple[Policy, RankContext]:
+    """Return the model, divided among the ranks."""
     whole = {"dp_shard": num_ranks // (sizes.get("tp", 1) * sizes.get("cp", 1))}
     ranks = ParallelLayout(**whole, **{name: size for name, size in sizes.items() if name != "sp"})
     config, context = tiny_config(actor=Actor(parallel=Parallel(**sizes))), RankContext("main", rank, ranks)
@@ -70,9 +87,15 @@ def on_layout(mesh: DeviceMesh, rank: int, layout: str, kind: str, adapters: boo
     build.shard_model = partial(shard_model, small_bytes=0)
     build.divide_weights(policy, config, "actor", context, "fp32")
     build.share_rows(policy, config, "actor", context)
+    return policy, context
+
+
+def on_layout(mesh: DeviceMesh, rank: int, layout: str, kind: str, adapters: bool) -> Found:
+    """Return the log-probs of this rank's rows and the gradients of all."""
+    policy, context = divided(rank, *LAYOUTS[layout], kind, adapters=adapters)
     policy.train()
     set_gradient_sync(policy, last=True)
-    own = list(range(len(ROWS)))[context.dp_rank :: ranks.dp_size]
+    own = list(range(len(ROWS)))[context.dp_rank :: context.layout.dp_size]
     logprobs = policy(pack_rows([ROWS[row] for row in own])).logprobs
     (logprobs * torch.cat([weights_of(row) for row in own])).sum().backward()
     parts = logprobs.detach().split([len(ROWS[row]) for row in own])
@@ -84,22 +107,27 @@ def on_layout(mesh: DeviceMesh, rank: int, layout: str, kind: str, adapters: boo
     return {row: part.numpy().copy() for row, part in zip(own, parts, strict=True)}, gradients
 
 
-def by_transformers(kind: str, adapters: bool) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """Return log-probs and gradients of a model without adapters: with W + s·B·A, they have those of W's gradient."""
+def merged(kind: str, adapters: bool) -> tuple[PreTrainedModel, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a model without adapters, whose weights are W + s·B·A, and A and B by the names of their layers."""
     trained = dict(model_of(kind, adapters=adapters).named_parameters())
     model = tiny_model(kind, implementation="eager", **SHAPE)
-    scale = ADAPTERS.alpha / ADAPTERS.rank
     layers = [name.removesuffix(".base_layer.weight") for name in trained if name.endswith(".base_layer.weight")]
     down, up = ({name: trained[f"{name}.lora_{part}.default.weight"].data for name in layers} for part in "AB")
     for name in layers:
-        model.get_parameter(f"{name}.weight").data += scale * up[name] @ down[name]
+        model.get_parameter(f"{name}.weight").data += SCALE * up[name] @ down[name]
+    return model, down, up
+
+
+def by_transformers(kind: str, adapters: bool) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    """Return log-probs and gradients of `merged`; those of adapters follow from those of W."""
+    model, down, up = merged(kind, adapters)
     scores = {row: reference_scores(model, tokens)[0] for row, tokens in enumerate(ROWS)}
     torch.stack([(scores[row] * weights_of(row)).sum() for row in scores]).sum().backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     if adapters:
-        whole = {name: gradients[f"{name}.weight"] for name in layers}
-        gradients = {f"{name}.lora_A.default.weight": scale * up[name].T @ whole[name] for name in layers}
-        gradients |= {f"{name}.lora_B.default.weight": scale * whole[name] @ down[name].T for name in layers}
+        whole = {name: gradients[f"{name}.weight"] for name in down}
+        gradients = {f"{name}.lora_A.default.weight": SCALE * up[name].T @ whole[name] for name in down}
+        gradients |= {f"{name}.lora_B.default.weight": SCALE * whole[name] @ down[name].T for name in down}
     return {row: score.detach() for row, score in scores.items()}, gradients
 
 
@@ -119,3 +147,23 @@ def test_log_probs_and_gradients_are_those_of_transformers(layout: str, tmp_path
             assert gradients.keys() == expected.keys()
             for name, gradient in expected.items():
                 assert np.linalg.norm(gradients[name] - gradient.numpy()) <= 1e-6 * gradient.norm().item(), name
+
+
+def streamed(mesh: DeviceMesh, rank: int, num_ranks: int, sizes: dict[str, Any], kind: str) -> dict[str, np.ndarray]:
+    """Return the weights that engines get, which this rank gathers with the others."""
+    policy, _ = divided(rank, num_ranks, sizes, kind, adapters=True)
+    return {name: weight.numpy().copy() for bucket in WeightStream(policy) for name, weight in bucket.items()}
+
+
+@pytest.mark.parametrize("layout", STREAMED)
+def test_engines_get_weights_with_merged_adapters(layout: str, tmp_path: Path):
+    num_ranks, sizes, kind = STREAMED[layout]
+    model, down, _ = merged(kind, adapters=True)
+    expected, plain = model.state_dict(), tiny_model(kind, implementation="eager", **SHAPE).state_dict()
+    for found in on_ranks(tmp_path, num_ranks, streamed, num_ranks, sizes, kind):
+        assert found.keys() >= dict(model.named_parameters()).keys()
+        for name, weight in found.items():
+            truth = expected[name].numpy()
+            assert np.abs(weight - truth).max() <= 1e-6 * np.abs(truth).max(), name
+        for name in down:  # negative control: the adapters matter
+            assert np.abs(found[f"{name}.weight"] - plain[f"{name}.weight"].numpy()).max() > 1e-2, name

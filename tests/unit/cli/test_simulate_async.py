@@ -125,6 +125,14 @@ def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "training 20 tokens/s a rank; publication 0 s" in said  # 80 tokens in 2 s on 2 ranks; the option wins
 
 
+def test_a_forecast_for_other_ranks_than_the_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    in_flight_run(tmp_path)  # 2 ranks train
+    for ranks, is_other in (("2", False), ("8", True)):
+        assert simulate(str(tmp_path), "--ranks", ranks, "--leads", "0") == 0
+        said = capsys.readouterr().out
+        assert ("measured on 2 training ranks, and are assumed to be the same on 8;" in said) == is_other
+
+
 def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

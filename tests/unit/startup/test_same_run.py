@@ -63,3 +63,39 @@ def test_several_keys_that_differ_are_one_problem_and_an_empty_section_is_none()
     assert problem.startswith("3 keys differ from those that the checkpoint in run_dir=None was written with: ")
     assert "data.generator.train_size (unset, was 8), seed (2, was 1), sft_warmup.steps (7, was " in problem
     assert "repeat them, or choose another run_dir" in problem
+
+
+def nested(key: str, value: object) -> dict:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.lead", 1),
+        ("rollout.publish", "in_flight"),
+        ("actor.lora.rank", 8),
+        ("critic.path", "folder"),
+        ("critic.revision", "main"),
+        ("actor.optimizer.name", "adamw_8bit"),
+        ("critic.optimizer.freeze", ("embed",)),
+        ("actor.optimizer.no_decay", ("norm",)),
+        ("model.path", "folder"),
+    ],
+)
+def test_a_value_that_determines_the_steps_or_the_state_has_to_stay(key, value):
+    config = Config.model_validate(nested(key, value))
+    check_same_run(config.model_dump(mode="json"), config)
+    saved = Config().model_dump(mode="json")
+    with pytest.raises(ConfigError, match=rf"{key} is .* and the checkpoint in .* was written with") as raised:
+        check_same_run(saved, config)
+    assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("trainer.steps", 999), ("rollout.engine", "vllm"), ("actor.optimizer.learning_rate", 0.5)]
+)
+def test_a_value_that_a_resumed_run_can_change_is_accepted(key, value):
+    check_same_run(Config().model_dump(mode="json"), Config.model_validate(nested(key, value)))

@@ -244,6 +244,47 @@ def test_an_engine_that_dies_while_weights_are_published_is_replaced_and_gets_th
     assert made["policy_version"].values[made["response_mask"].values].unique().tolist() == [2]
 
 
+class Corrupted(StreamingHF):
+    """Changes a norm at the end of an update, as faulty memory would."""
+
+    is_faulty = False
+
+    def finish_update(self) -> None:
+        super().finish_update()
+        if self.is_faulty:
+            with torch.no_grad():
+                self._model.get_parameter("model.norm.weight").mul_(1.5)
+
+
+def test_a_live_engine_that_fails_the_canary_is_replaced_once_if_it_can_be():
+    def engine() -> Corrupted:
+        return Corrupted(
+            build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9, attention_name="sdpa")
+        )
+
+    first, policy, tolerance = engine(), policy_of(), TOLERANCES[torch.float32]
+    expected = own_logprobs(policy)
+    worker = RolloutWorker(RankContext(), first, tiny_tokenizer(), canary_tolerance=tolerance, rebuild=engine)
+    alone = RolloutWorker(RankContext(), first, tiny_tokenizer(), canary_tolerance=tolerance)
+    first.is_faulty = True
+    send(policy, worker, 1)
+    with pytest.raises(CanaryError, match="policy version 1"):
+        worker.publish(expected, CANARY, 1)  # a second failure in a row
+    assert worker.publish(expected, CANARY, 1, True) == math.inf
+    assert first.is_alive
+    with pytest.raises(EngineError, match="no usable weights"):
+        worker.generate(prompts(), PARAMS)
+    worker.replace_failed_engine()
+    assert worker._engine is not first
+    send(policy, worker, 1)
+    assert worker.publish(expected, CANARY, 1) < tolerance.largest
+    made = worker.generate(prompts(), PARAMS)
+    assert made["policy_version"].values[made["response_mask"].values].unique().tolist() == [1]
+    send(policy, alone, 1)
+    with pytest.raises(CanaryError, match="policy version 1"):
+        alone.publish(expected, CANARY, 1, True)  # no engine can be started in its place
+
+
 def test_no_token_is_sampled_with_weights_that_are_unpublished_or_failed_the_canary():
     worker = RolloutWorker.from_settings(RankContext(), tiny_config(), tiny_tokenizer())
     send(policy_of(), worker, 1)
