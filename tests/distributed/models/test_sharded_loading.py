@@ -1,6 +1,8 @@
 """Each rank reads its part of a model's files, and the parts are transformers' own weights."""
 
 import functools
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from benchmarks.family_configs import tiny_config as family_config
@@ -35,6 +38,7 @@ from tests.distributed.layouts.cases import RUNS_ALL
 from tests.distributed.models.test_weight_stream import large_policy
 from tests.distributed.processes import on_ranks
 from tests.memory_rise import MIB, MemoryRise
+from tests.unit.models.tiny import tiny_model
 from tests.whole_weights import full_state_dict
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_neox", "deepseek_v3", "phi3")
@@ -254,6 +258,41 @@ def test_memory_of_a_loading_rank_is_bounded_by_its_part(tmp_path: Path):
         assert 100 * MIB < part < 110 * MIB
         assert rise < 1.1 * part + 16 * MIB
         assert reloaded
+
+
+def building_memory(mesh: DeviceMesh, rank: int, path: str) -> dict[str, tuple[int, int]]:
+    """Return how far memory rises while a rank builds each role, and the size of its part."""
+    memory, tokenizer, found = MemoryRise(), tiny_tokenizer(), {}
+    context = RankContext(rank=rank, layout=ParallelLayout(dp_shard=2))
+    config = role_config(path, isolation_check=False)
+    builds: dict[str, Callable[[], PackedModel]] = {
+        "warm-up": lambda: build_policy(config, "actor", tokenizer, context),
+        "actor": lambda: build_policy(config, "actor", tokenizer, context),
+        "reference": lambda: build_policy(config, "reference", tokenizer, context),
+        "critic": lambda: build_critic(config, tokenizer, context),
+        "reward_model": lambda: build_reward_model(config, tokenizer, context),
+    }
+    for role, build in builds.items():
+        gc.collect()
+        memory.start()
+        model = build()
+        parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters())
+        found[role] = memory.num_bytes, sum(part.nbytes for part in parts)
+        del model
+    return found
+
+
+def test_memory_of_a_rank_that_builds_any_role_is_bounded_by_its_part(tmp_path: Path):
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14}
+    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=len(tiny_tokenizer()), **shape)
+    model.save_pretrained(tmp_path / "model", max_shard_size="90MB")
+    scores = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    scores.save_pretrained(tmp_path / "model-scores", max_shard_size="90MB")
+    for found in on_ranks(tmp_path, 2, building_memory, str(tmp_path / "model")):
+        del found["warm-up"]
+        for role, (rise, part) in found.items():
+            assert 100 * MIB < part < 110 * MIB, role
+            assert rise < 1.3 * part + 32 * MIB, (role, rise / MIB)
 
 
 def test_a_critic_of_parts_predicts_zero(tmp_path: Path):
