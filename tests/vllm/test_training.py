@@ -88,13 +88,14 @@ def test_vllms_log_probs_are_the_trainers(whole: Command):
 def test_engines_in_a_pool_of_their_own_train_the_same_policy_as_colocated_ones(
     whole: Command, tmp_path: Path, engine: str
 ):
-    """One engine instead of two samples the same responses: a row's seed and its weights determine its bits."""
+    """One vLLM samples the bits that two do; log-probs of `hf` depend, by rounding, on the rows of a batch."""
     if engine == "vllm":
-        overrides, colocated = OVERRIDES, whole
+        overrides, colocated, engines = OVERRIDES, whole, 1
     else:
         overrides = [word for word in OVERRIDES if word != "rollout=vllm" and not word.startswith("rollout.kv_cache")]
-        colocated = done(tmp_path / "colocated", *overrides)
-    apart = done(tmp_path / "apart", *overrides, "placement=two_pools")
+        colocated, engines = done(tmp_path / "colocated", *overrides), 2
+    own = ("placement=two_pools", f"placement.pools.engines.ranks={engines}")
+    apart = done(tmp_path / "apart", *overrides, *own)
     assert (apart.run_dir / "config.yaml").read_text().count("engines:") == 1
     for one, other in zip(records(apart.run_dir), records(colocated.run_dir), strict=True):
         assert without_placement(one) == without_placement(other)
