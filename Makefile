@@ -57,12 +57,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV) || python3 -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps $(TORCH)
+	@# Read from the file, because PyTorch can't be imported yet.
+	@$(VLLM_BIN)/python -c 'import runpy, sys; from importlib.util import find_spec; from pathlib import Path; \
+	sys.exit(runpy.run_path(Path(find_spec("torch").origin).with_name("version.py"))["cuda"] is not None)' || \
+	{ echo "$(VLLM_VENV) needs PyTorch's CPU build: rm -r $(VLLM_VENV), then make vllm TORCH=\"$(firstword $(TORCH)) \
+	--index-url https://download.pytorch.org/whl/cpu\"" >&2; exit 1; }
 	$(VLLM_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
 	$(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --no-deps -r constraints-vllm.txt || \
 		$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps -r constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(VLLM_BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || { echo "$(VLLM_VENV) needs \
-	PyTorch's CPU build: rm -r $(VLLM_VENV), then make vllm TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\"" >&2; exit 1; }
 	$(VLLM_BIN)/python -m compileall -q -j 0 $(VLLM_VENV)/lib > /dev/null || true
 	$(VLLM_BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.managers import BarrierProxy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +103,20 @@ def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[-2:]), encoding="utf-8")
 
 
-def seconds_of_products(num_products: int) -> float:
-    """Return the time of the products of an MLP layer of 256 tokens on one thread, in seconds."""
+def seconds_of_products(num_products: int, together: BarrierProxy | None = None) -> float:
+    """Return the time of the products of an MLP layer of 256 tokens on one thread, in seconds.
+
+    Args:
+        num_products: how many are timed; others are computed first.
+        together: where this process waits for others, so that all are timed at once.
+    """
     import torch
 
     torch.set_num_threads(1)
     states, weight = torch.randn(256, 128), torch.randn(384, 128)
-    for timed in (num_products // 10, num_products):  # the first warms up
+    for timed in (num_products // 10, num_products):
+        if together is not None:
+            together.wait(60.0)
         begin = time.perf_counter()
         for _ in range(timed):
             _ = torch.nn.functional.silu(states @ weight.t()) @ weight
@@ -118,10 +126,11 @@ def seconds_of_products(num_products: int) -> float:
 
 def speedup_of_two_processes() -> float:
     """Return how many times as much two processes compute as one, in the same time."""
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        seconds_of_one, seconds_of_two = (
-            max(pool.map(seconds_of_products, [_PRODUCTS] * count, chunksize=1)) for count in (1, 2)
-        )
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(2) as pool:
+        together = manager.Barrier(2)
+        seconds_of_one = pool.apply(seconds_of_products, (_PRODUCTS,))
+        seconds_of_two = max(pool.starmap(seconds_of_products, [(_PRODUCTS, together)] * 2, chunksize=1))
     return 2 * seconds_of_one / seconds_of_two
 
 

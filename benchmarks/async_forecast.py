@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.ahead import GROUP, Work, run, write_inputs
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.cli.rates_of_run import measured_lengths_and_rates
+from rlpack.cli.rates_of_run import measured
 from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run
 from rlpack.rollout.types import SamplingParams
 from rlpack.worker import sharded
@@ -91,7 +91,7 @@ def main() -> int:
         for setup, overrides in RUNS.items():
             step_s = run(folder, (*SLEEPING, *overrides), Work(options.steps, 1, options.prompts, LONGEST)).whole
             if not lengths.size:
-                lengths, rates = measured_lengths_and_rates(next(folder.glob("run-*")))
+                lengths, rates, _ = measured(next(folder.glob("run-*")))
             forecast_s = forecast_run(lengths, rates, setup, steps=300).step_s
             error = step_s / forecast_s - 1
             largest = max(largest, abs(error))

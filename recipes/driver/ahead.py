@@ -82,7 +82,7 @@ from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, chec
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
-from rlpack.recipes.driver.late_groups import LateGroups
+from rlpack.recipes.driver.late_groups import LateGroups, mini_batch_rows
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
@@ -152,7 +152,11 @@ class AheadQueue:
     def _rollouts_of(self, step: StepContext, own: StartedBatch) -> BatchedDataDict:
         """Return the scored rollouts that a step trains on, and record their metrics."""
         if self._late is not None:
-            return self._late.take(own, step, self._replace_failed_engines)
+            rollouts = self._late.take(own, step, self._replace_failed_engines)
+            rows = mini_batch_rows(self._session.config.trainer, rollouts.num_rows)
+            for group in self._session.groups.values() if rows is not None else ():
+                group.mini_batch_size = None if group.mini_batch_size is None else rows
+            return rollouts
         rollouts = own.drawn(self._replace_failed_engines)
         step.metrics |= own.context.metrics | own.context.timer.as_metrics()
         return rollouts

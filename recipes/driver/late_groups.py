@@ -19,8 +19,8 @@ ceil(k / p). No token is therefore older than
 `AheadQueue.take` reads the versions of all tokens and checks this. With w = 1 nothing here is used.
 
 A batch of a step has between P - floor(share · P) and P + (w - 1) · floor(share · P) groups: the plan, the
-mini-batches and all denominators are computed from the rows that it actually has. Which groups these are depends on
-timing.
+mini-batches (`mini_batch_rows`) and all denominators are computed from the rows that it actually has. Which groups
+these are depends on timing.
 
 Before a checkpoint is written, the late groups of batches that steps have already taken from are waited for. The
 checkpoint holds them, and a resumed run trains on them at its next step. They can't be drawn again without giving long
@@ -42,6 +42,25 @@ from rlpack.recipes.driver.step_context import StepContext
 # Metrics of a draw: known once its prompts are drawn, and once all responses are.
 _OF_PROMPTS = frozenset({"prompts_consumed", "epoch"})
 _OF_DRAW = frozenset({"rollout/repeated_rows", "perf/group_wait_s"})
+
+
+def mini_batch_rows(trainer: Trainer, num_rows: int) -> int | None:
+    """Return the rows of each optimizer step of a batch, None for all: as many steps as usual, of similar size.
+
+    With `trainer.mini_batch_size`, one group more than usual would be an optimizer step of its own, in which its rows
+    weigh as much as those of a full one together.
+
+    >>> trainer = Trainer(prompts_per_step=32, group_size=8, mini_batch_size=64)
+    >>> [mini_batch_rows(trainer, groups * 8) for groups in (32, 33, 30, 41)]
+    [64, 72, 64, 88]
+    """
+    size, usual = trainer.mini_batch_size, trainer.prompts_per_step * trainer.group_size
+    if size is None or num_rows == usual:
+        return size
+    groups, steps = math.ceil(num_rows / trainer.group_size), math.ceil(usual / size)
+    sizes = math.ceil(groups / steps), max(1, groups // steps)
+    # The last step has at least half as many groups as the others, if one of the sizes allows that.
+    return trainer.group_size * max(sizes, key=lambda count: min(0.5, ((groups - 1) % count + 1) / count))
 
 
 class LateGroups:

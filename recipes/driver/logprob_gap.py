@@ -69,7 +69,7 @@ class LogprobGapLimit:
                 *(step, gap, FATAL_FACTOR, self.limit, lag),
             )
 
-    def check(self, gap: float, scored: BatchedDataDict | None, store: Store, step: int) -> None:
+    def check(self, gap: float, scored: BatchedDataDict | None, store: Store, step: int, when: str = "") -> None:
         """Warn or raise about the mean gap of a step.
 
         Args:
@@ -78,6 +78,7 @@ class LogprobGapLimit:
                 `response_tokens` of each row.
             store: where their tokens are.
             step: number of the step.
+            when: precedes the rows that differ most in the error, if `scored` was measured at another time.
 
         Raises:
             LogprobGapError: the gap exceeds ten times the limit; it names the rows and tokens that differ most.
@@ -93,7 +94,7 @@ class LogprobGapLimit:
             "the limit"
         )
         if self.is_fatal(gap):
-            worst = "" if scored is None else f"; most in {_worst_rows(scored, store)}"
+            worst = "" if scored is None else f"; {when}most in {_worst_rows(scored, store)}"
             raise LogprobGapError(f"{what}, over {FATAL_FACTOR:g} times the limit of {self.limit:g}{worst}; {advice}")
         if not self.warned:
             self.warned = True

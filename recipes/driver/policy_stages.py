@@ -255,7 +255,7 @@ def update_actor(
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
             session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
     record_pending_kl(step, rollouts)
-    for later in updates[1:]:  # only the first step has the weights that responses were sampled with
+    for later in updates[1:]:  # the weights have changed since the first step
         later.pop("actor/logprob_gap", None)
     step.record_optimizer_steps(updates)
     for name, logged in _MEASURED_IN_UPDATE.items():
@@ -263,7 +263,7 @@ def update_actor(
             step.metrics[logged] = step.metrics.pop(name)
     if loss.on_policy and lags:
         record_mismatch_of_update(session, step)
-    if loss.measures_gap:
+    if loss.measures_gap and session.config.actor.lora.dropout == 0:  # dropout, too, changes log-probs of the update
         _check_gap_of_update(session, step, rollouts, plan)
     _adapt_kl(session, step, rollouts.num_rows)
 
@@ -285,7 +285,7 @@ def _check_gap_of_update(session: Session, step: StepContext, rollouts: BatchedD
         measured = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
         found = measured.keep(["logprobs", "logprob_gap"])
         scored = rollouts.drop([name for name in found if name in rollouts]).union(found)
-    limit.check(gap, scored, session.store, step.number)
+    limit.check(gap, scored, session.store, step.number, when="after the update, ")
 
 
 def _weights(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> dict[str, Tensor]:

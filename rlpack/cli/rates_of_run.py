@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,26 @@ from rlpack.packing.analysis.running_ahead import Rates, generation_over_longest
 _SKIPPED = 2
 # The values of an engine in the files of spans (`rlpack.rollout.engine_meter`).
 _ENGINE = "engine"
-# With a lead, the parts of a step's time that are not training; without one, `time/generate_s` replaces both.
-_WAITS = ("time/wait_s", "time/drain_s")
+# The parts of a step's time that are not training, with a lead and without one. ReMax's greedy responses come after the
+# others.
+_WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
 
 
-def measured_lengths_and_rates(run_dir: Path, token_s: float | None = None) -> tuple[np.ndarray, Rates]:
+class Measured(NamedTuple):
+    """What a run has measured.
+
+    Attributes:
+        lengths: tokens of each response, int64 [N].
+        rates: of generation, training and publication.
+        train_ranks: the ranks that trained; None if the rates are not those of a run.
+    """
+
+    lengths: np.ndarray
+    rates: Rates
+    train_ranks: int | None = None
+
+
+def measured(run_dir: Path, token_s: float | None = None) -> Measured:
     """Return response lengths and rates measured by a run, without its first steps.
 
     Args:
@@ -53,7 +68,7 @@ def measured_lengths_and_rates(run_dir: Path, token_s: float | None = None) -> t
     mean = float(np.average([one["rollout/response_tokens_mean"] for one in steps], weights=counts))
     responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
     slots, engines = _slots_and_engines(config, rows)
-    waits = _WAITS if any("rollout/lag" in one for one in steps) else ("time/generate_s",)
+    waits = _WAITS if any("rollout/lag" in one for one in steps) else ("time/generate_s", *_SCORING)
     train_s = statistics.median(
         one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
     )
@@ -62,15 +77,17 @@ def measured_lengths_and_rates(run_dir: Path, token_s: float | None = None) -> t
     elif token_s is None:
         over_longest = generation_over_longest(responses, rows, slots * engines)
         token_s = _token_s_of_steps(run_dir, steps) / over_longest
+    train_ranks = _ranks_of(config, "actor") or record.num_ranks
     rates = Rates(
         token_s=token_s,
         slots=slots,
-        train_tokens_per_s=_median(steps, "packing/real_tokens") / max(train_s, 1e-9) / record.num_ranks,
+        train_tokens_per_s=_median(steps, "packing/real_tokens") / max(train_s, 1e-9) / train_ranks,
         publish_s=_median(steps, "time/sync_s"),
         prompt_tokens=prompt,
         rows_per_step=rows,
+        score_s=sum(_median(steps, name) for name in _SCORING),
     )
-    return responses, rates
+    return Measured(responses, rates, train_ranks)
 
 
 def late_window(run_dir: Path) -> int:
@@ -79,11 +96,6 @@ def late_window(run_dir: Path) -> int:
         return max(1, int(read_config(run_dir)["trainer"]["late_groups"]["window"])) if run_dir.is_dir() else 1
     except (KeyError, TypeError, ValueError):
         return 1
-
-
-def training_ranks(run_dir: Path) -> int | None:
-    """Return the number of ranks whose rates a run has measured; None for anything else."""
-    return read_record(run_dir).num_ranks if run_dir.is_dir() else None
 
 
 def _rows_of_steps(
@@ -148,7 +160,7 @@ def _token_s_of_engines(run_dir: Path, config: Mapping[str, Any]) -> float:
     except ReportError:
         processes, steps = [], []
     begin_us = steps[_SKIPPED].begin_us if len(steps) > _SKIPPED else 0
-    pool = _pool_of_engines(config)
+    pool = _pool_of(config, "rollout")
     windows = [
         window
         for one in processes
@@ -170,17 +182,25 @@ def _slots_and_engines(config: Mapping[str, Any], rows: int) -> tuple[int, int]:
 
     Without the run's configuration, assume one engine that generates all of them.
     """
+    engines = _ranks_of(config, "rollout")
     try:
-        engines = int(config["placement"]["pools"][_pool_of_engines(config)]["ranks"])
-        return min(rows, int(config["rollout"]["max_num_seqs"])), engines
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return (rows, 1) if engines is None else (min(rows, int(config["rollout"]["max_num_seqs"])), engines)
+    except (KeyError, TypeError, ValueError):
         return rows, 1
 
 
-def _pool_of_engines(config: Mapping[str, Any]) -> str:
-    """Return the pool of the role rollout."""
+def _ranks_of(config: Mapping[str, Any], role: str) -> int | None:
+    """Return the ranks of a role's pool; None without the run's configuration."""
     try:
-        return str(config["placement"]["roles"].get("rollout", "main"))
+        return int(config["placement"]["pools"][_pool_of(config, role)]["ranks"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _pool_of(config: Mapping[str, Any], role: str) -> str:
+    """Return the pool of a role."""
+    try:
+        return str(config["placement"]["roles"].get(role, "main"))
     except (KeyError, TypeError, AttributeError):
         return "main"
 

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
-from rlpack.cli.rates_of_run import late_window, measured_lengths_and_rates, training_ranks
+from rlpack.cli.rates_of_run import Measured, late_window, measured
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
@@ -37,6 +35,7 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("publish-s", float, "seconds to publish weights to the engines"),
     ("prompt-tokens", float, "mean tokens per prompt"),
     ("rows-per-step", int, "responses per step"),
+    ("score-s", float, "seconds from the last response of a batch to its last reward"),
 )
 
 
@@ -80,13 +79,14 @@ def _simulate(given: argparse.Namespace) -> None:
     limit = None
     if given.max_staleness is not None:
         limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
-    lengths, measured = _lengths_and_rates(given)
-    rates, ranks = _with_options(measured, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
+    lengths, own_rates, trained_on = _lengths_and_rates(given)
+    rates, ranks = _with_options(own_rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
     print(
         f"responses of {lengths.mean():.0f} tokens on average, {int(lengths.max()):,} at most; "
         f"{rates.rows_per_step:,} a step; {rates.slots:,} at once in an engine, {1e3 * rates.token_s:.3g} ms a token; "
         f"training {rates.train_tokens_per_s:,.0f} tokens/s a rank; publication {rates.publish_s:.3g} s"
+        + (f"; scoring {rates.score_s:.3g} s" if rates.score_s else "")
     )
     window = late_window(Path(given.lengths))
     if window > 1:
@@ -113,11 +113,10 @@ def _simulate(given: argparse.Namespace) -> None:
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
     print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
-    measured_on = training_ranks(Path(given.lengths))
-    if measured_on not in (None, setup.train_ranks):
+    if trained_on not in (None, setup.train_ranks) and given.train_tokens_per_s is None:
         print(
-            f"the rates were measured on {counted(measured_on, 'training rank')}, and are assumed to be the same on "
-            f"{setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare with a "
+            f"tokens/s a rank were measured on {counted(trained_on, 'training rank')}, and are assumed to be the same "
+            f"on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare with a "
             "short run of the setup"
         )
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
@@ -152,22 +151,22 @@ def _keys(setup: Setup) -> str:
     )
 
 
-def _lengths_and_rates(given: argparse.Namespace) -> tuple[np.ndarray, Rates]:
+def _lengths_and_rates(given: argparse.Namespace) -> Measured:
     """Return response lengths, and rates measured in a run, or defaults."""
     path = Path(given.lengths)
     for name, is_useless in (("longest", given.lengths not in TRACES), ("column", path.suffix == "")):
         if is_useless and name in given.given:
             raise PackingError(f"--{name} has no effect on {given.lengths}; remove it")
     if given.lengths in TRACES:
-        return trace(given.lengths, _TRACE_ROWS, given.longest), Rates()
+        return Measured(trace(given.lengths, _TRACE_ROWS, given.longest), Rates())
     if path.is_dir():
-        return measured_lengths_and_rates(path, None if given.token_ms is None else given.token_ms / 1e3)
+        return measured(path, None if given.token_ms is None else given.token_ms / 1e3)
     if not path.exists() and not path.suffix:
         raise DataError(
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, or one of "
             f"{', '.join(TRACES)}"
         )
-    return read_lengths(path, given.column), Rates()
+    return Measured(read_lengths(path, given.column), Rates())
 
 
 def _with_options(rates: Rates, given: argparse.Namespace) -> Rates:

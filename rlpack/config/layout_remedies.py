@@ -1,7 +1,7 @@
 """Remedies for layouts: changes of sizes, each tried on the configuration before a message names it.
 
-Invariant: a remedy makes the role's layout fit the ranks of its pool and, as far as its configuration says them, the
-sizes of its model. It breaks no layout and no token budget of any role that was valid without it.
+Invariant: a remedy makes the role's layout fit the ranks of its pool and the sizes in its model's configuration, where
+they are known. It breaks no layout and no token budget of any role that was valid without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,7 +80,14 @@ def more_ranks(config: Config, role: str) -> str | None:
 def _with_more_ranks(
     config: Config, role: str, refused: set[object], accepts: Callable[[Config], bool] = lambda _: True
 ) -> Iterator[str]:
-    """Yield the numbers of ranks of a role's pool with which nothing is refused that isn't in `refused`."""
+    """Yield overrides of the ranks of a role's pool with which the role's layout works and nothing else breaks.
+
+    Args:
+        config: the whole configuration.
+        role: whose layout has to work.
+        refused: what is refused already.
+        accepts: whether a changed configuration is good enough.
+    """
     pool, parallel = pool_of(config, role), role_parallel(config, role)
     ranks, product = pool_ranks(config, role), prod(getattr(parallel, name) for name in SIZES if name != "dp_shard")
     if parallel.dp_shard > 0:
@@ -96,7 +103,9 @@ def _with_more_ranks(
 
 
 def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> str | None:
-    """Return overrides with a small cp that lets a sequence fit the token budget; None if no cp up to 64 does.
+    """Return overrides with a small cp that lets a sequence fit the token budget; None if none is found.
+
+    Sizes that divide the ranks of the pool come first, then those up to 64 with more ranks.
 
     They change the method of cp where the heads of the model don't divide, and the ranks where the pool has too few.
 
@@ -123,7 +132,7 @@ def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> 
 
 
 def _shared_by(sizes: Iterable[int]) -> list[Change]:
-    """Return changes to each cp: as it is, or with the method that needs no division of heads."""
+    """Return changes to each cp, with the present `cp_method` and with `all_gather`, which doesn't divide heads."""
     return [change for cp in sizes for change in ({"cp": cp}, {"cp": cp, "cp_method": "all_gather"})]
 
 

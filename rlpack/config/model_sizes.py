@@ -58,7 +58,7 @@ class ModelSizes:
 
 
 def model_sizes(config: Config, role: str) -> ModelSizes:
-    """Return the sizes of a role's model; all None for a model that isn't in a local folder."""
+    """Return the sizes of a role's model; all None for a model of the hub."""
     own = {"critic": config.critic.path, "reward_model": config.reward_model.path}.get(role)
     path = own or config.model.path
     if path is None:
@@ -79,12 +79,13 @@ def model_fits(config: Config, role: str, ranks: int) -> bool:
         return False
     # FSDP shards other axes than the first evenly only, which are those that tp and ep leave whole.
     shards = layout["dp_shard"] * cp
+    two_widths = 2 * model.expert_width if model.experts and model.expert_width else None  # gate and up, stacked
     divided = [
         (model.heads, tp * (cp if parallel.cp_method == "ulysses" else 1)),
         (model.key_value_heads, tp),
         (model.experts, tp * ep),
         (model.hidden, shards if tp > 1 else 1),
         (model.hidden, shards // ep if ep > 1 else 1),
-        (model.expert_width and 2 * model.expert_width, shards // ep if ep > 1 else 1),
+        (two_widths, shards // ep if ep > 1 or tp > 1 else 1),
     ]
     return all(size is None or size % divisor == 0 for size, divisor in divided)

@@ -71,7 +71,11 @@ METRICS: dict[str, Metric] = {
         "log μ - log π (algorithm.correction or trainer.lead; so are all metrics mismatch/*).",
     ),
     "mismatch/k3": Metric("nats", "As mismatch/kl, by the k3 estimator, which is never negative."),
-    "mismatch/chi2": Metric("1", "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20."),
+    "mismatch/chi2": Metric(
+        "1",
+        "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20. Without weights, the "
+        "effective sample size is about 1 / (1 + chi2) of the tokens.",
+    ),
     "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
     "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
     "mismatch/perplexity_ratio": Metric("1", "Perplexity of responses under π over that under μ, the mean over rows."),
@@ -113,7 +117,8 @@ METRICS: dict[str, Metric] = {
         "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Without "
         "a pass for old log-probs (a single optimizer step per batch, or algorithm.correction.bypass), the update "
         "measures it, over the tokens that its first optimizer step trains on; the steps of recipe=ppo that train only "
-        "the critic then lack it. The run warns above rollout.max_logprob_gap, and ends above ten times that.",
+        "the critic then lack it. The run warns above rollout.max_logprob_gap, and ends above ten times that; not with "
+        "bypass and actor.lora.dropout, which changes the update's log-probs, too.",
     ),
     "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term and load-balancing loss."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),

@@ -1,9 +1,10 @@
 """`rlpack trace`: the spans of all processes of a run as one trace, in Chrome's JSON format, which Perfetto opens."""
 
+import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -185,14 +186,33 @@ def _events(processes: Sequence[ProcessSpans]) -> Iterator[dict[str, Any]]:
         label = f"{one.process}{again}, process {one.pid} on {one.host}"
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}}
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
-        threads = {name: place for place, name in enumerate(dict.fromkeys(span.thread for span in one.spans), start=1)}
-        for name, place in threads.items():
-            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": place, "args": {"name": name}}
         idle = [] if one.process == DRIVER else idle_spans(one, steps)
-        for span in [*one.spans, *idle]:
-            event = {"ph": "X", "name": span.name, "cat": span.kind, "ts": span.begin_us, "dur": span.duration_us}
-            yield event | {"pid": number, "tid": threads[span.thread]}
+        for place, (name, spans) in enumerate(_tracks([*one.spans, *idle]).items(), start=1):
+            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": place, "args": {"name": name}}
+            for span in spans:
+                event = {"ph": "X", "name": span.name, "cat": span.kind, "ts": span.begin_us, "dur": span.duration_us}
+                yield event | {"pid": number, "tid": place}
         yield from _counter_events(number, one.values)
+
+
+def _tracks(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """Return spans by track, on which they follow or contain each other; viewers don't show others.
+
+    The threads of batches that are drawn at the same time have one name, so that a name may have several tracks.
+    """
+    tracks: dict[str, list[Span]] = {}
+    ends: dict[str, list[int]] = {}  # of the spans that contain the next one, the innermost last
+    for span in sorted(spans, key=lambda one: (one.begin_us, -one.duration_us)):
+        for count in itertools.count(1):
+            name = span.thread if count == 1 else f"{span.thread} ({count})"
+            containing = ends.setdefault(name, [])
+            while containing and containing[-1] <= span.begin_us:
+                containing.pop()
+            if not containing or span.end_us <= containing[-1]:
+                break
+        containing.append(span.end_us)
+        tracks.setdefault(name, []).append(span)
+    return tracks
 
 
 def _counter_events(pid: int, values: Sequence[Values]) -> Iterator[dict[str, Any]]:

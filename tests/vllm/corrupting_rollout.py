@@ -1,4 +1,4 @@
-"""Rollout roles whose second rank loads other weights than it was sent, as with a fault behind the checksums.
+"""Rollout roles whose second rank loads other weights than it was sent, as if they were damaged after the checksums.
 
 The engine lives, and reports nothing: only the canary can see it.
 """

@@ -1,6 +1,6 @@
 """A run with `rollout=vllm`: killed in the middle and resumed, it is the uninterrupted one bit for bit.
 
-So is one whose engines have a pool of their own.
+So is one whose engines have a pool of their own, and one with a lead is its own uninterrupted run.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from tests.end_to_end.commands import (
     without_times,
 )
 from tests.end_to_end.settings import UNEVEN
+from tests.end_to_end.test_running_ahead import figures
 
 STEPS = 3
 OVERRIDES: Sequence[str] = (
@@ -101,6 +102,23 @@ def test_engines_in_a_pool_of_their_own_train_the_same_policy_as_colocated_ones(
         assert without_placement(one) == without_placement(other)
     one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (apart, colocated))
     assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_run_ahead_that_is_killed_and_resumed_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path):
+    """With `rollout.publish=drain`, which keeps the published weights while the next batch is drawn."""
+    words = (*OVERRIDES, "placement=two_pools", "trainer.lead=1")
+    whole = done(tmp_path / "whole", *words, ranks=1)
+    with started(tmp_path / "killed", *words, ranks=1, forks_workers=False) as command:
+        until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
+        command.process.kill()  # a step trains, and vLLM samples the batch of the next one
+        assert command.wait() == -9
+        assert command.left_behind() == []
+        assert committed(command.run_dir, "train")[-1] < STEPS
+    resumed = done(tmp_path / "killed", *words, "resume=auto", ranks=1)
+    assert figures(resumed.run_dir) == figures(whole.run_dir)
+    assert max(record.get("rollout/lag", 0) for record in records(whole.run_dir)) == 1
+    one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (resumed, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 

@@ -1,9 +1,9 @@
 """Forecast a run that generates ahead of training (`trainer.lead`), from measured rates.
 
 Each slot of an engine generates one response at a time, one token every `token_s` seconds. The responses of a batch
-take free slots in order, and the batch is complete when its last response is. Training takes time proportional to the
-tokens per rank. Weights are then published, during which the engines pause. `lead` and the two ways to publish mean the
-same as in a run (`rlpack.recipes.driver.ahead`).
+take free slots in order, and the batch is complete when its last response has a reward. Training takes time
+proportional to the tokens per rank. Weights are then published, during which the engines pause. `lead` and the two ways
+to publish mean the same as in a run (`rlpack.recipes.driver.ahead`).
 """
 
 import heapq
@@ -32,6 +32,7 @@ class Rates:
         publish_s: seconds per weight publication.
         prompt_tokens: mean length of a prompt in tokens.
         rows_per_step: responses per step.
+        score_s: seconds from the last response of a batch to its last reward, in which no engine works for it.
 
     Raises:
         PackingError: a value is out of range.
@@ -43,12 +44,13 @@ class Rates:
     publish_s: float = 1.0
     prompt_tokens: float = 128.0
     rows_per_step: int = 256
+    score_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every value."""
         for field in fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("publish_s", "prompt_tokens")
+            may_be_zero = field.name in ("publish_s", "prompt_tokens", "score_s")
             if not np.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise PackingError(
                     f"{field.name} is {value:g}; it has to be finite and {'at least' if may_be_zero else 'above'} 0"
@@ -157,16 +159,18 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
             waiting.append(engines.generate(now, rates.token_s * rows[begun]))
             begun += 1
         batch = waiting.popleft()
-        waited_s += max(0.0, batch.end - now)
-        now = max(now, batch.end)
+        scored = batch.end + rates.score_s
+        waited_s += max(0.0, scored - now)
+        now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
         if setup.publish == "drain" and setup.lead and begun < steps:
             waiting.append(engines.generate(now, rates.token_s * rows[begun]))
             begun += 1
         now += train_s[step]
         if setup.publish == "drain" and waiting:
-            waited_s += max(0.0, waiting[-1].end - now)
-            now = max(now, waiting[-1].end)
+            drawn = waiting[-1].end + rates.score_s
+            waited_s += max(0.0, drawn - now)
+            now = max(now, drawn)
         engines.stand_still(now, rates.publish_s, list(waiting))
         now += rates.publish_s
         published.append(now)

@@ -73,7 +73,8 @@ class Supervisor:
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Not `select.select`: the control socket has its number in the pool's process, which may be over 1024.
+        # `select.select` fails for descriptors from 1024 on, and the control socket keeps its number from the pool's
+        # process.
         selector = selectors.PollSelector()
         for end in (self.control, wake):
             selector.register(end, selectors.EVENT_READ)

@@ -127,10 +127,39 @@ def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_forecast_for_other_ranks_than_the_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     in_flight_run(tmp_path)  # 2 ranks train
-    for ranks, is_other in (("2", False), ("8", True)):
-        assert simulate(str(tmp_path), "--ranks", ranks, "--leads", "0") == 0
-        said = capsys.readouterr().out
-        assert ("measured on 2 training ranks, and are assumed to be the same on 8;" in said) == is_other
+    said = "measured on 2 training ranks, and are assumed to be the same on 8;"
+    for words, is_said in (
+        (("--ranks", "2"), False),
+        (("--ranks", "8"), True),
+        (("--ranks", "8", "--train-tokens-per-s", "40"), False),
+    ):
+        assert simulate(str(tmp_path), *words, "--leads", "0") == 0
+        assert (said in capsys.readouterr().out) == is_said
+
+
+def test_ranks_that_share_rows_count_as_training_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    in_flight_run(tmp_path)
+    config = tmp_path / CONFIG
+    config.write_text(config.read_text().replace("main: {ranks: 2}", "main: {ranks: 4}"))  # 2 data ranks, tp=2
+    assert simulate(str(tmp_path), "--ranks", "4", "--leads", "0") == 0
+    out = capsys.readouterr().out
+    assert "training 20 tokens/s a rank" in out
+    assert "are assumed" not in out
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_scoring_is_no_training(tmp_path: Path, lead: int, capsys: pytest.CaptureFixture[str]):
+    """Generation takes 10 s, a judge 60 and training 10; with a lead, a step waits 61 s for its batch."""
+    PlanRecord(6, (30, 50), Batching(max_tokens=64), num_ranks=1).write(tmp_path / LENGTHS)
+    step = {"phase": "train", "time_s": 1.0, "rollout/response_tokens_mean": 30.0, "rollout/response_tokens_max": 40.0}
+    step |= {"packing/real_tokens": 80.0, "time/generate_s": 10.0, "time/reward_s": 60.0, "time/sync_s": 1.0}
+    step |= {"time/step_s": 71.0, "time/wait_s": 60.0, "rollout/lag": 1.0} if lead else {"time/step_s": 81.0}
+    (tmp_path / METRICS).write_text("".join(json.dumps(step | {"step": number}) + "\n" for number in range(1, 7)))
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "1") == 0
+    out = capsys.readouterr().out
+    assert "training 8 tokens/s a rank; publication 1 s; scoring 60 s" in out  # 80 tokens in 10 s
+    drain = next(line for line in out.splitlines() if line.startswith("lead 1, drain"))
+    assert float(drain.split()[6]) == pytest.approx(71.0, rel=0.05)
 
 
 def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its_steps(

@@ -1,5 +1,6 @@
 """The trace of a run, from files as processes leave them."""
 
+import itertools
 import json
 import os
 import time
@@ -110,6 +111,30 @@ def test_the_file_has_every_span_once_with_process_and_thread_names(run_dir: Pat
     for number, label in processes.items():
         own = [[e["name"], e["ts"], e["dur"], names[e["pid"], e["tid"]]] for e in spans if e["pid"] == number]
         assert sorted(own) == sorted(expected[label.partition(",")[0]])
+
+
+def test_spans_of_threads_with_one_name_are_on_tracks_where_none_overlap_without_nesting(run_dir: Path):
+    """As those of batches that are drawn at the same time are; Perfetto drops spans that overlap otherwise."""
+    random = np.random.default_rng(0)
+    lines: list[list[object]] = []
+    for thread in range(3):
+        begin = 0
+        for number in range(50):
+            begin, length = begin + int(random.integers(1, 90)), int(random.integers(10, 200))
+            lines += [[f"draw {thread}.{number}", begin, length, "draw"], [f"part {thread}.{number}", begin, 5, "draw"]]
+            begin += length
+    write(run_dir, "c", "driver", [*DRIVER, *lines])
+    write_trace(run_dir, run_dir / "trace.json")
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    drawn = [event for event in events if event["ph"] == "X" and names[event["pid"], event["tid"]].startswith("draw")]
+    assert sorted(event["name"] for event in drawn) == sorted(str(line[0]) for line in lines)
+    assert {name for name in names.values() if name.startswith("draw")} == {"draw", "draw (2)", "draw (3)"}
+    for one, other in itertools.combinations(drawn, 2):
+        begins, ends = zip(*((event["ts"], event["ts"] + event["dur"]) for event in (one, other)), strict=True)
+        is_apart = max(begins) >= min(ends)
+        is_nested = (begins[0] - begins[1]) * (ends[0] - ends[1]) <= 0
+        assert one["tid"] != other["tid"] or is_apart or is_nested
 
 
 def test_a_resumed_run_has_two_processes_of_one_name(run_dir: Path):

@@ -35,6 +35,15 @@ def test_with_drain_a_publication_delays_both_sides_and_in_flight_what_is_in_fli
     assert in_flight.step_s == pytest.approx(12.0, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("setup", "step_s"),
+    [(Setup(0, "drain", 1, 1), 25.0), (Setup(1, "drain", 1, 1), 15.0), (Setup(2, "in_flight", 1, 1), 10.0)],
+)
+def test_scoring_delays_a_batch_and_leaves_the_engines_to_later_ones(setup: Setup, step_s: float):
+    rates = Rates(**(vars(RATES) | {"score_s": 5.0}))
+    assert forecast_run(EVEN, rates, setup).step_s == pytest.approx(step_s, rel=0.05)
+
+
 def test_a_longer_lead_hides_the_tail_of_long_responses():
     # Nine of ten responses take 1 s, one takes 20 s, on two slots: the tail leaves a slot free.
     lengths = np.array([10] * 9 + [200])

@@ -18,6 +18,7 @@ from rlpack.recipes.driver import ahead, started_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.groups_by_end import MOST_THREADS, GroupsByEnd
+from rlpack.recipes.driver.late_groups import mini_batch_rows
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -175,6 +176,26 @@ def test_a_step_takes_what_has_ended_and_waits_for_groups_whose_window_closes(tm
     assert sum(record.get("reward/timeouts", 0.0) for record in records) == 4 * PROMPTS
     assert sum(record.get("perf/group_wait_s", 0.0) for record in records) == 4 * 0.25
     assert all(("time/reward_s" in record) == ("perf/group_wait_s" in record) for record in records)
+
+
+@pytest.mark.parametrize(("group_size", "mini_batch"), [(8, 64), (4, 12), (1, 10), (8, 256)])
+def test_a_batch_with_more_or_fewer_groups_has_about_as_many_optimizer_steps_of_similar_size(
+    group_size: int, mini_batch: int
+):
+    trainer = Trainer(prompts_per_step=32, group_size=group_size, mini_batch_size=mini_batch)
+    usual = -(-32 * group_size // mini_batch)
+    for groups in range(16, 65):
+        rows = groups * group_size
+        size = mini_batch_rows(trainer, rows)
+        assert size is not None
+        if groups == 32:
+            assert size == mini_batch
+            continue
+        assert size % group_size == 0, "the responses of a prompt are in one optimizer step"
+        steps, last = -(-rows // size), (rows - 1) % size + 1
+        assert usual / 2 <= steps <= 1.5 * usual
+        assert last >= size / 5
+    assert mini_batch_rows(Trainer(prompts_per_step=32), 33 * 8) is None
 
 
 def test_late_groups_that_are_too_old_end_the_run(tmp_path: Path):

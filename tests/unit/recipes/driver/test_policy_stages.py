@@ -132,8 +132,22 @@ def test_with_bypass_a_gap_of_ten_times_the_limit_ends_the_step(tmp_path: Path):
     step = session.begin_step(1)
     rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool)})
     rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
-    with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*most in row 1 "):
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*; after the update, most in row 1 "):
         update_actor(session, step, rollouts, plan_of(session, rollouts))
+
+
+def test_with_bypass_and_dropout_the_gap_has_no_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Dropout changes the log-probs of the update, and the sampler has none."""
+    actor = Actor(lora=Lora(rank=2, dropout=0.1))
+    session, rollouts = session_of(tmp_path, algorithm=BYPASS, actor=actor), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress = Progress(phase="train")
+    set_group(session, "actor", train_step=[{"actor/logprob_gap": 1.0, "actor/skipped_steps": 0.0}])
+    step = session.begin_step(1)
+    rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool)})
+    rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
+    update_actor(session, step, rollouts, plan_of(session, rollouts))
+    assert step.metrics["rollout/logprob_gap"] == 1.0
+    assert "log-probs" not in caplog.text
 
 
 def plan_of(session: Session, rollouts: BatchedDataDict) -> MicrobatchPlan:

@@ -1,4 +1,4 @@
-"""What a message about a layout advises, before any model is built, is accepted by the model, too."""
+"""Remedies that a message about a layout names before any model is built are accepted by the model, too."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from tests.unit.config.test_layout_remedies import applied, config_with, problem
 
 DENSE = {"model_type": "qwen2", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = DENSE | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
-WIDTHS = {"hidden_size": 96, "intermediate_size": 96}
+WIDTHS = {"hidden_size": 96, "intermediate_size": 100}
 MODELS = {"dense": DENSE | WIDTHS, "experts": EXPERTS | WIDTHS}
 LONGEST = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_new_tokens": 128}}
 
@@ -57,7 +57,7 @@ def test_a_sequence_over_the_budget_names_ranks_that_share_it(ranks: int):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_folder_says_its_sizes(tmp_path: Path, nested: bool):
+def test_sizes_are_read_from_a_folder(tmp_path: Path, nested: bool):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": DENSE} if nested else DENSE))
     [problem] = problems(config_with(2, {"tp": 3}, model={"path": str(tmp_path)}))
     assert problem.endswith("; set actor.parallel.tp=2")  # 3 ranks don't divide 4 heads
