@@ -136,10 +136,11 @@ class _Linear(torch.autograd.Function):
 def _gradient_of_weight(rows: Tensor, inputs: Tensor) -> Tensor:
     """Return rowsᵀ · inputs: [M, N] and [M, K] to [N, K]."""
     # oneDNN copies its left operand into rows, which for a transposed matrix costs up to a third of the product's time.
-    # The smaller of the two is therefore on the left.
-    if rows.shape[1] <= inputs.shape[1]:
-        return _call(rows.t(), inputs.t())
-    return _call(inputs.t(), rows.t()).t()
+    # With `inputs` on the left, this copies fewer numbers, but autograd then copies the result into rows.
+    (num_rows, outputs), width = rows.shape, inputs.shape[1]
+    if num_rows * (outputs - width) > 2 * outputs * width:
+        return _call(inputs.t(), rows.t()).t()
+    return _call(rows.t(), inputs.t())
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
