@@ -22,8 +22,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing.managers import BarrierProxy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[-2:]), encoding="utf-8")
 
 
-def seconds_of_products(num_products: int, together: BarrierProxy | None = None) -> float:
+def seconds_of_products(num_products: int, together: threading.Barrier | None = None) -> float:
     """Return the time of the products of an MLP layer of 256 tokens on one thread, in seconds.
 
     Args:

@@ -25,7 +25,7 @@ _ENGINE = "engine"
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
 
 
-class Measured(NamedTuple):
+class RunRates(NamedTuple):
     """What a run has measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     train_ranks: int | None = None
 
 
-def measured(run_dir: Path, token_s: float | None = None) -> Measured:
+def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     """Return response lengths and rates measured by a run, without its first steps.
 
     Args:
@@ -87,7 +87,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> Measured:
         rows_per_step=rows,
         score_s=sum(_median(steps, name) for name in _SCORING),
     )
-    return Measured(responses, rates, train_ranks)
+    return RunRates(responses, rates, train_ranks)
 
 
 def late_window(run_dir: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
-from rlpack.cli.rates_of_run import Measured, late_window, measured
+from rlpack.cli.rates_of_run import RunRates, late_window, measured
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
@@ -151,14 +151,14 @@ def _keys(setup: Setup) -> str:
     )
 
 
-def _lengths_and_rates(given: argparse.Namespace) -> Measured:
+def _lengths_and_rates(given: argparse.Namespace) -> RunRates:
     """Return response lengths, and rates measured in a run, or defaults."""
     path = Path(given.lengths)
     for name, is_useless in (("longest", given.lengths not in TRACES), ("column", path.suffix == "")):
         if is_useless and name in given.given:
             raise PackingError(f"--{name} has no effect on {given.lengths}; remove it")
     if given.lengths in TRACES:
-        return Measured(trace(given.lengths, _TRACE_ROWS, given.longest), Rates())
+        return RunRates(trace(given.lengths, _TRACE_ROWS, given.longest), Rates())
     if path.is_dir():
         return measured(path, None if given.token_ms is None else given.token_ms / 1e3)
     if not path.exists() and not path.suffix:
@@ -166,7 +166,7 @@ def _lengths_and_rates(given: argparse.Namespace) -> Measured:
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, or one of "
             f"{', '.join(TRACES)}"
         )
-    return Measured(read_lengths(path, given.column), Rates())
+    return RunRates(read_lengths(path, given.column), Rates())
 
 
 def _with_options(rates: Rates, given: argparse.Namespace) -> Rates:

@@ -203,16 +203,18 @@ def _tracks(spans: Iterable[Span]) -> dict[str, list[Span]]:
     tracks: dict[str, list[Span]] = {}
     ends: dict[str, list[int]] = {}  # of the spans that contain the next one, the innermost last
     for span in sorted(spans, key=lambda one: (one.begin_us, -one.duration_us)):
-        for count in itertools.count(1):
-            name = span.thread if count == 1 else f"{span.thread} ({count})"
-            containing = ends.setdefault(name, [])
-            while containing and containing[-1] <= span.begin_us:
-                containing.pop()
-            if not containing or span.end_us <= containing[-1]:
-                break
-        containing.append(span.end_us)
+        names = itertools.chain([span.thread], (f"{span.thread} ({count})" for count in itertools.count(2)))
+        name = next(name for name in names if _has_room(ends.setdefault(name, []), span))
+        ends[name].append(span.end_us)
         tracks.setdefault(name, []).append(span)
     return tracks
+
+
+def _has_room(ends: list[int], span: Span) -> bool:
+    """Return whether a span follows, or lies within, those of a track; `ends` loses the ends of those that are over."""
+    while ends and ends[-1] <= span.begin_us:
+        ends.pop()
+    return not ends or span.end_us <= ends[-1]
 
 
 def _counter_events(pid: int, values: Sequence[Values]) -> Iterator[dict[str, Any]]:
