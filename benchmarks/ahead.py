@@ -103,20 +103,20 @@ def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[-2:]), encoding="utf-8")
 
 
-def seconds_of_products(num_products: int, together: threading.Barrier | None = None) -> float:
+def seconds_of_products(num_products: int, barrier: threading.Barrier | None = None) -> float:
     """Return the time of the products of an MLP layer of 256 tokens on one thread, in seconds.
 
     Args:
         num_products: how many are timed; others are computed first.
-        together: where this process waits for others, so that all are timed at once.
+        barrier: where this process waits for others, so that all are timed at once.
     """
     import torch
 
     torch.set_num_threads(1)
     states, weight = torch.randn(256, 128), torch.randn(384, 128)
     for timed in (num_products // 10, num_products):
-        if together is not None:
-            together.wait(60.0)
+        if barrier is not None:
+            barrier.wait(60.0)
         begin = time.perf_counter()
         for _ in range(timed):
             _ = torch.nn.functional.silu(states @ weight.t()) @ weight
@@ -128,9 +128,9 @@ def speedup_of_two_processes() -> float:
     """Return how many times as much two processes compute as one, in the same time."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, context.Pool(2) as pool:
-        together = manager.Barrier(2)
+        barrier = manager.Barrier(2)
         seconds_of_one = pool.apply(seconds_of_products, (_PRODUCTS,))
-        seconds_of_two = max(pool.starmap(seconds_of_products, [(_PRODUCTS, together)] * 2, chunksize=1))
+        seconds_of_two = max(pool.starmap(seconds_of_products, [(_PRODUCTS, barrier)] * 2, chunksize=1))
     return 2 * seconds_of_one / seconds_of_two
 
 

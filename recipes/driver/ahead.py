@@ -153,13 +153,20 @@ class AheadQueue:
         """Return the scored rollouts that a step trains on, and record their metrics."""
         if self._late is not None:
             rollouts = self._late.take(own, step, self._replace_failed_engines)
-            rows = mini_batch_rows(self._session.config.trainer, rollouts.num_rows)
-            for group in self._session.groups.values() if rows is not None else ():
-                group.mini_batch_size = None if group.mini_batch_size is None else rows
+            self._set_mini_batches(rollouts.num_rows)
             return rollouts
         rollouts = own.drawn(self._replace_failed_engines)
         step.metrics |= own.context.metrics | own.context.timer.as_metrics()
         return rollouts
+
+    def _set_mini_batches(self, num_rows: int) -> None:
+        """Have trained roles divide a batch into about as many optimizer steps as one of the usual size."""
+        rows = mini_batch_rows(self._session.config.trainer, num_rows)
+        if rows is None:
+            return
+        for group in self._session.groups.values():
+            if group.mini_batch_size is not None:
+                group.mini_batch_size = rows
 
     def drain(self) -> None:
         """Wait until all started batches are drawn.

@@ -47,8 +47,8 @@ _OF_DRAW = frozenset({"rollout/repeated_rows", "perf/group_wait_s"})
 def mini_batch_rows(trainer: Trainer, num_rows: int) -> int | None:
     """Return the rows of each optimizer step of a batch, None for all: as many steps as usual, of similar size.
 
-    With `trainer.mini_batch_size`, one group more than usual would be an optimizer step of its own, in which its rows
-    weigh as much as those of a full one together.
+    With a fixed `trainer.mini_batch_size`, one group more than usual would be a separate optimizer step, with the same
+    total weight as a full mini-batch.
 
     >>> trainer = Trainer(prompts_per_step=32, group_size=8, mini_batch_size=64)
     >>> [mini_batch_rows(trainer, groups * 8) for groups in (32, 33, 30, 41)]

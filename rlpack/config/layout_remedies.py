@@ -105,9 +105,8 @@ def _with_more_ranks(
 def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> str | None:
     """Return overrides with a small cp that lets a sequence fit the token budget; None if none is found.
 
-    Sizes that divide the ranks of the pool come first, then those up to 64 with more ranks.
-
-    They change the method of cp where the heads of the model don't divide, and the ranks where the pool has too few.
+    Sizes that divide the ranks of the pool come first, then sizes up to 64 with more ranks. Where the heads of the
+    model don't divide, the overrides also change `cp_method`.
 
     Args:
         config: the whole configuration.
@@ -121,9 +120,9 @@ def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> 
     def accepts(changed: Config) -> bool:
         return all(holds(each, tokens) for each, of in batchings(changed, role) if of == forward)
 
-    found = remedy(config, role, _shared_by(_divisors(pool_ranks(config, role))), accepts)
-    if found is not None:
-        return found
+    within_pool = remedy(config, role, _shared_by(_divisors(pool_ranks(config, role))), accepts)
+    if within_pool is not None:
+        return within_pool
     refused = _refused(config)
     for change in _shared_by(range(2, _MOST_CP + 1)):
         for ranks in _with_more_ranks(with_sizes(config, role, **change), role, refused, accepts):

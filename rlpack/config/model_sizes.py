@@ -52,9 +52,9 @@ class ModelSizes:
         2
         """
         text = settings.get("text_config")
-        given = text if isinstance(text, Mapping) else settings
-        found = {name: next((given[key] for key in keys if key in given), None) for name, keys in _NAMES.items()}
-        return cls(**{name: value for name, value in found.items() if type(value) is int and value > 0})
+        section = text if isinstance(text, Mapping) else settings
+        sizes = {name: next((section[key] for key in keys if key in section), None) for name, keys in _NAMES.items()}
+        return cls(**{name: size for name, size in sizes.items() if type(size) is int and size > 0})
 
 
 def model_sizes(config: Config, role: str) -> ModelSizes:
@@ -79,13 +79,13 @@ def model_fits(config: Config, role: str, ranks: int) -> bool:
         return False
     # FSDP shards other axes than the first evenly only, which are those that tp and ep leave whole.
     shards = layout["dp_shard"] * cp
-    two_widths = 2 * model.expert_width if model.experts and model.expert_width else None  # gate and up, stacked
+    stacked_width = 2 * model.expert_width if model.experts and model.expert_width else None  # of gate and up
     divided = [
         (model.heads, tp * (cp if parallel.cp_method == "ulysses" else 1)),
         (model.key_value_heads, tp),
         (model.experts, tp * ep),
         (model.hidden, shards if tp > 1 else 1),
         (model.hidden, shards // ep if ep > 1 else 1),
-        (two_widths, shards // ep if ep > 1 or tp > 1 else 1),
+        (stacked_width, shards // ep if ep > 1 or tp > 1 else 1),
     ]
     return all(size is None or size % divisor == 0 for size, divisor in divided)

@@ -1,5 +1,6 @@
 """A window for stragglers: simulated engines sample at random; every group is trained on once, within its window."""
 
+import math
 import random
 import threading
 import time
@@ -23,7 +24,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
-from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of
+from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of, set_group
 from tests.unit.recipes.driver.simulated_engines import Ledger, Weights, draw, draw_groups, started, walk
 from tests.unit.recipes.driver.test_in_flight_run import KilledRun
 
@@ -93,13 +94,13 @@ def test_runs_killed_at_any_moment_train_on_every_group_once_within_its_window(t
 class ManualGroups:
     """Ends groups when the test says so; group g of batch b has uid 10·b + g."""
 
-    def __init__(self, folder: Path, *, steps: int, window: int) -> None:
+    def __init__(self, folder: Path, *, steps: int, window: int, **trainer: Any) -> None:
         settings = {
             "steps": steps,
             "lead": 1,
             "prompts_per_step": PROMPTS,
             "late_groups": {"window": window, "share": SHARE},
-        }
+        } | trainer
         rollout = Rollout(engine="vllm", publish="in_flight")
         self.session: SavingSession = session_of(folder, trainer=Trainer(**settings), rollout=rollout)
         self.weights = self.session.__dict__["rollout_weights"] = cast(Any, ManualWeights())
@@ -196,6 +197,23 @@ def test_a_batch_with_more_or_fewer_groups_has_about_as_many_optimizer_steps_of_
         assert usual / 2 <= steps <= 1.5 * usual
         assert last >= size / 5
     assert mini_batch_rows(Trainer(prompts_per_step=32), 33 * 8) is None
+
+
+def test_mini_batches_follow_the_number_of_groups_that_a_step_takes(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=3, window=2, group_size=1, mini_batch_size=2)
+    actor, reward = (set_group(groups.session, name) for name in ("actor", "reward"))
+    actor.mini_batch_size = 2
+    groups.allow(10, 11)
+    sizes = set()
+    for step in groups.session.steps("train", 3):
+        if step.number == 2:
+            groups.allow(12, 13, 20, 21, 22, 23, 30, 31, 32, 33)
+        rows = groups.queue.take(step).rollouts.num_rows
+        assert actor.mini_batch_size == math.ceil(rows / 2), "a batch has two optimizer steps"
+        assert reward.mini_batch_size is None
+        sizes.add(rows)
+        groups.queue.publish(step)
+    assert sizes != {PROMPTS}
 
 
 def test_late_groups_that_are_too_old_end_the_run(tmp_path: Path):
