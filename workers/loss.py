@@ -150,7 +150,7 @@ class PolicyGradientLoss(LogprobLoss):
 
         It does so if no pass before the update has. With `correction.bypass`, the sampler's are in `logprobs`.
         """
-        return self.on_policy or self.algorithm.correction.bypass
+        return self.on_policy or self.algorithm.correction.skips_old_logprobs
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -158,9 +158,11 @@ class PolicyGradientLoss(LogprobLoss):
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
         versions = ("policy_version",) if self.lags else ()
         old = ("rollout_logprobs", *versions) if self.on_policy else ("logprobs",)
-        weights = ("importance_weights",) if self.algorithm.correction.weights != "none" else ()
+        correction = self.algorithm.correction
+        weights = ("importance_weights",) if correction.weights != "none" else ()
+        scale = ("importance_scale",) if correction.normalizes else ()
         routing = ("routed_experts",) if self.replays_routing else ()
-        return (*_COMMON, *old, "advantages", *weights, *reference, *routing)
+        return (*_COMMON, *old, "advantages", *weights, *scale, *reference, *routing)
 
     def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
         """Return this loss with another weight of the KL term."""
@@ -212,6 +214,8 @@ class PolicyGradientLoss(LogprobLoss):
         token_losses = policy.token_losses
         if settings.correction.weights != "none":
             token_losses = response_values(rows, "importance_weights", weight) * token_losses
+        if settings.correction.normalizes:
+            token_losses = response_values(rows, "importance_scale", weight) * token_losses
         loss = policy_loss = (weight * token_losses).sum()
         metrics = {"policy_loss": policy_loss.detach(), "entropy": (token_weight * entropy.detach()).sum()}
         metrics |= _policy_metrics(policy, token_weight)

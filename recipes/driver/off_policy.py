@@ -23,7 +23,8 @@ def correct_off_policy(
 ) -> BatchedDataDict:
     """Add what `algorithm.correction` needs, before any denominator is fixed; nothing if it is off.
 
-    - `importance_weights` f32 [T], if tokens are weighted;
+    - `importance_weights` f32 [T], if tokens are weighted, and `importance_scale` f32 [B], one factor for all of them,
+      if they are normalized;
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
@@ -42,7 +43,7 @@ def correct_off_policy(
         LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
     settings, lags = session.config.algorithm.correction, measured_lags(session)
-    if "logprobs" not in rollouts or settings.bypass or not (settings.measures or lags):
+    if "logprobs" not in rollouts or settings.skips_old_logprobs or not (settings.measures or lags):
         return rollouts
     with step.timer("correction"):
         newest = session.rollout_weights.version if lags else 0
@@ -58,10 +59,27 @@ def correct_off_policy(
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
+    if settings.normalizes:
+        mean = _mean_weight(found["mismatch_weight"], tokens.where(rollouts["valid"], 0), settings.weights)
+        added["importance_scale"] = torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)
     if settings.reject:
         kept = torch.minimum(found["kept_tokens"], tokens)
         added |= {"kept_mask": found["kept_mask"], "kept_tokens": kept}
     return rollouts.union(added)
+
+
+def _mean_weight(weights: Tensor, tokens: Tensor, level: str) -> float:
+    """Return the mean importance weight over tokens, or over rows if `level` is `sequence`; 0 without tokens.
+
+    Args:
+        weights: the sum of each row's weights, f64 [B].
+        tokens: the tokens of each row that count, integers [B].
+        level: `token` or `sequence`.
+    """
+    rows = tokens > 0
+    weights, tokens = weights[rows], tokens[rows]
+    mean = weights.sum() / tokens.sum() if level == "token" else (weights / tokens).mean()
+    return mean.item() if rows.any() else 0.0
 
 
 def measured_lags(session: Session) -> range:

@@ -52,7 +52,7 @@ def compute_old_logprobs(
         plan: the actor's plan for these rows, in mini-batches, which the update follows. Without
             `actor.forward_batching` both share microbatches.
     """
-    if session.config.algorithm.correction.bypass:
+    if session.config.algorithm.correction.skips_old_logprobs:
         tokens = planned_response_lengths(rollouts, plan, session.store)
         return rollouts.union({"logprobs": rollouts["rollout_logprobs"], "response_tokens": tokens})
     if not needs_old_logprobs(session, rollouts, plan):
@@ -236,6 +236,8 @@ def update_actor(
     trainer, optimizer = session.config.trainer, session.config.actor.optimizer
     if "kept_mask" in rollouts:  # rejected tokens don't train; all else was computed over the whole responses
         rollouts = rollouts.drop(["response_mask"]).union({"response_mask": rollouts["kept_mask"]})
+    if session.config.algorithm.correction.bypass:  # the pass, if there was one, only measured and rejected
+        rollouts = rollouts.drop(["logprobs"]).union({"logprobs": rollouts["rollout_logprobs"]})
     has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
     lags = measured_lags(session)
     loss = PolicyGradientLoss(

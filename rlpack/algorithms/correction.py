@@ -106,8 +106,8 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
 def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, Tensor]:
     """Return the sums over each row's response tokens that `mismatch_totals` reduces, f64 [B] each.
 
-    `mismatch_difference` is Σ d, `_gap` Σ |d|, `_largest` max |d|, `_k3` Σ (exp(d) − 1 − d), `_square` Σ exp(d)²; d is
-    clamped to ±20 in the last two.
+    `mismatch_difference` is Σ d, `_gap` Σ |d|, `_largest` max |d|, `_k3` Σ (exp(d) − 1 − d), `_ratio` Σ exp(d), and
+    `_square` Σ exp(d)²; d is clamped to ±20 in the last three.
     """
     difference = _differences(logprobs, sampled, mask)
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -118,6 +118,7 @@ def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, 
         "mismatch_gap": row_sums(difference.abs(), mask),
         "mismatch_largest": largest,
         "mismatch_k3": row_sums(bounded.exp() - 1 - bounded, mask),
+        "mismatch_ratio": row_sums(bounded.exp(), mask),
         "mismatch_square": row_sums((2 * bounded).exp(), mask),
     }
 
@@ -179,8 +180,9 @@ def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     - `mismatch/chi2` = mean exp(2 d) − 1, the χ² divergence of tokens;
     - `mismatch/gap` = mean |d|, and `largest_gap` its maximum;
     - `mismatch/perplexity_ratio` = the mean over rows of exp(−mean d), the perplexity under π_old over that under μ;
-    - with weights: `mismatch/weight_mean`; `effective_share`, Kish's effective sample size (Σ w)² / Σ w² as a share of
-      the tokens; and `weights_bounded`, the share of tokens whose weight was bounded;
+    - `mismatch/effective_share`, Kish's effective sample size (Σ w)² / Σ w² as a share of the tokens. w is the
+      importance weight, or exp(d) without weights;
+    - with weights: `mismatch/weight_mean`, and `weights_bounded`, the share of tokens whose weight was bounded;
     - with rejection: `mismatch/rejected_tokens`, and `rejected_rows`, rows in which every token was rejected.
 
     Args:
@@ -197,11 +199,12 @@ def mismatch_metrics(totals: Mapping[str, float]) -> dict[str, float]:
         "mismatch/largest_gap": totals["mismatch_largest_max"],
         "mismatch/perplexity_ratio": totals["mismatch_perplexity"] / totals["mismatch_rows"],
     }
+    weight, square = totals["mismatch_ratio"], totals["mismatch_square"]
     if "mismatch_weight" in totals:
         weight, square = totals["mismatch_weight"], totals["mismatch_weight_square"]
         metrics["mismatch/weight_mean"] = weight / total
-        metrics["mismatch/effective_share"] = weight**2 / (square * total) if square > 0 else 0.0
         metrics["mismatch/weights_bounded"] = totals["mismatch_bounded"] / total
+    metrics["mismatch/effective_share"] = weight**2 / (square * total) if square > 0 else 0.0
     if "mismatch_rejected" in totals:
         metrics["mismatch/rejected_tokens"] = totals["mismatch_rejected"]
         metrics["mismatch/rejected_rows"] = totals["mismatch_rejected_rows"]

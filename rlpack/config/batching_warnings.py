@@ -20,7 +20,7 @@ _MODES_OF: dict[str, tuple[Mode, ...]] = {
 
 def batching_warnings(config: Config) -> Iterator[str]:
     """Yield batching keys that are set but that the mode of their role, or the recipe, doesn't read."""
-    leaves_out = config.algorithm.correction.bypass and recipe_of(config).generates
+    leaves_out = config.algorithm.correction.skips_old_logprobs and recipe_of(config).generates
     if leaves_out and "actor" in started_roles(config):
         for name in own_forward_batching(config, "actor").model_dump(exclude_none=True):
             yield (

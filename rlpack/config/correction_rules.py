@@ -15,12 +15,13 @@ def correction_problems(config: Config) -> Iterator[str]:
     correction, rollout = config.algorithm.correction, config.rollout
     if not recipe_of(config).generates or not (correction.measures or correction.bypass):
         return
-    if correction.bypass and correction.measures:
+    if correction.bypass and correction.weights != "none":
         yield (
-            f"{_KEY}.bypass takes the sampler's log-probs as the old ones, so there is nothing to weigh or reject; set "
-            f"{_KEY}.weights=none, leave out {_KEY}.reject and the limits, or set {_KEY}.bypass=false"
+            f"{_KEY}.bypass takes the sampler's log-probs as the old ones, so the policy loss's ratio already is the "
+            f"importance weight, and {_KEY}.weights={correction.weights} would apply it twice; set "
+            f"{_KEY}.weights=none or {_KEY}.bypass=false"
         )
-    if correction.bypass and config.algorithm.kl_placement == "reward":
+    if correction.skips_old_logprobs and config.algorithm.kl_placement == "reward":
         yield (
             f"{_KEY}.bypass skips the old log-probs, which algorithm.kl_placement=reward needs; set "
             f"{_KEY}.bypass=false or algorithm.kl_placement=loss"

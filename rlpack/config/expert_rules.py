@@ -19,7 +19,7 @@ def expert_problems(config: Config) -> Iterator[str]:
         )
     if not recipe_of(config).generates:
         yield f"{_KEY} is set, but recipe={config.recipe.name} has no old log-probs; set {_KEY}=false"
-    elif config.algorithm.correction.bypass:
+    elif config.algorithm.correction.skips_old_logprobs:
         yield (
             f"{_KEY} replays the routing of the old log-probs, which algorithm.correction.bypass doesn't compute; set "
             f"{_KEY}=false or algorithm.correction.bypass=false"

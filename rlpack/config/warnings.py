@@ -116,9 +116,10 @@ def _unread_correction(config: Config) -> Iterator[str]:
     if given and not recipe_of(config).generates:
         yield f"{key}.* is set but unused: recipe={config.recipe.name} samples no responses"
     elif correction.weights == "none":
-        for name in ("upper", "lower"):
+        for name in ("upper", "lower", "normalize"):
             if name in given:
-                yield f"{key}.{name} is {given[name]:g} but unused: there are no weights to bound; set {key}.weights"
+                value = "true" if name == "normalize" else f"{given[name]:g}"
+                yield f"{key}.{name} is {value} but unused: it applies to importance weights; set {key}.weights"
 
 
 def _unmeasured_lag(config: Config) -> Iterator[str]:
@@ -135,7 +136,7 @@ def _unmeasured_lag(config: Config) -> Iterator[str]:
         yield (
             f"trainer.lead is {lead}, but algorithm.correction.bypass=true uses the sampler's log-probs as "
             "the old ones: then no metrics mismatch/* show how far stale responses are from the policy; set it to "
-            "false"
+            "false, or set a limit such as algorithm.correction.warn_above={k3: 0.1}, which measures them"
         )
 
 

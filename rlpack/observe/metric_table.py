@@ -72,9 +72,7 @@ METRICS: dict[str, Metric] = {
     ),
     "mismatch/k3": Metric("nats", "As mismatch/kl, by the k3 estimator, which is never negative."),
     "mismatch/chi2": Metric(
-        "1",
-        "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20. Without weights, the "
-        "effective sample size is about 1 / (1 + chi2) of the tokens.",
+        "1", "χ² divergence of tokens, the mean of (π / μ)² less 1; log (π / μ) is between -20 and 20."
     ),
     "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
     "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
@@ -84,9 +82,11 @@ METRICS: dict[str, Metric] = {
         "A metric mismatch/* over the tokens of one lag, such as mismatch/lag_1/k3: lag 0 shows the rounding of the "
         "engine, higher ones what updates have changed (trainer.lead).",
     ),
-    "mismatch/weight_mean": Metric("1", "Mean importance weight of the response tokens."),
+    "mismatch/weight_mean": Metric("1", "Mean importance weight of the response tokens, before it is normalized."),
     "mismatch/effective_share": Metric(
-        "fraction", "Effective sample size of the importance weights, as a share of the tokens."
+        "fraction",
+        "Effective sample size of the importance weights as a share of the tokens; without weights, that of the ratios "
+        "π / μ.",
     ),
     "mismatch/weights_bounded": Metric("fraction", "Tokens whose importance weight was truncated, or set to 0."),
     "mismatch/rejected_tokens": Metric("tokens", "Response tokens that algorithm.correction.reject left out."),

@@ -211,7 +211,7 @@ def step_by_definition(
     if settings.kl_estimator == "k3":
         at_bound = torch.cat(kl) >= settings.k3_bound
         bounded["actor/kl_bounded_fraction"] = at_bound.double().mean().item()
-    if settings.correction.bypass:  # `old` are then the sampler's
+    if settings.correction.skips_old_logprobs:  # `old` are then the sampler's
         gap = (torch.cat(new) - torch.cat(old)).abs().mean()
         bounded["actor/logprob_gap"] = gap.item()
     return bounded | {

@@ -36,6 +36,11 @@ class Correction(Section):
         default=None,
         description="Smallest importance weight; if set, weights outside [lower, upper] become 0 instead (IcePop).",
     )
+    normalize: bool = Field(
+        default=False,
+        description="Divide the importance weights by their mean over the step's batch, so that they don't scale the "
+        "loss: the mean over tokens with weights=token, over responses with sequence.",
+    )
     reject: dict[str, float | list[float]] = Field(
         default_factory=dict,
         description="Exclude tokens or responses that diverge too far. Each key is a criterion: token, seq_sum, "
@@ -53,8 +58,18 @@ class Correction(Section):
     bypass: bool = Field(
         default=False,
         description="Take the sampler's own log-probs as the old ones. The policy loss then clips the ratio to the "
-        "policy that sampled, and the pass over old log-probs is skipped.",
+        "policy that sampled, and the pass over old log-probs is skipped, unless reject or a limit needs it.",
     )
+
+    @property
+    def skips_old_logprobs(self) -> bool:
+        """Whether the pass over old log-probs is left out."""
+        return self.bypass and not self.measures
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether there are importance weights, and they are normalized."""
+        return self.normalize and self.weights != "none"
 
     @property
     def measures(self) -> bool:

@@ -133,6 +133,7 @@ def test_divergences_of_a_batch_are_those_of_its_tokens(case):
         "gap": np.abs(every).mean(),
         "largest_gap": np.abs(every).max(),
         "perplexity_ratio": np.mean([np.exp(-row.mean()) for row in case.differences if row.size]),
+        "effective_share": np.exp(bounded).sum() ** 2 / (np.exp(2 * bounded).sum() * bounded.size),
     }
     assert found == pytest.approx({f"mismatch/{name}": value for name, value in expected.items()}, rel=1e-6)
 
@@ -140,7 +141,7 @@ def test_divergences_of_a_batch_are_those_of_its_tokens(case):
 def test_divergences_of_the_same_policy_are_zero():
     case = CASES[0]
     found = metrics_of(case.own, case.own, case.mask, torch.tensor(ROWS))
-    assert found == dict.fromkeys(found, 0.0) | {"mismatch/perplexity_ratio": 1.0}
+    assert found == dict.fromkeys(found, 0.0) | {"mismatch/perplexity_ratio": 1.0, "mismatch/effective_share": 1.0}
 
 
 def test_no_tokens_have_no_divergence():

@@ -19,6 +19,7 @@ def problems(rollout: dict[str, Any] | None = None, **correction: Any) -> list[s
 def test_the_default_and_every_mode_alone_are_fine():
     assert problems() == []
     assert problems(weights="token") == problems(weights="sequence", lower=0.5) == problems(bypass=True) == []
+    assert problems(bypass=True, reject={"seq_mean_k1": 1.1}, stop_above={"k3": 1.0}) == []
     assert problems(reject={"seq_mean_k1": [0.99, 1.01], "token_k3": 0.5}) == []
     assert problems(weights="token", warn_above={"weights_bounded": 0.1}) == []
     assert problems(reject={"token_k3": 0.5}, stop_above={"rejected_tokens": 100.0}) == []
@@ -36,7 +37,7 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
     ("correction", "text"),
     [
         ({"weights": "token", "lower": 3.0}, "correction.lower (3) exceeds algorithm.correction.upper (2)"),
-        ({"bypass": True, "weights": "token"}, "there is nothing to weigh or reject; set"),
+        ({"bypass": True, "weights": "token"}, "ratio already is the importance weight, and algorithm"),
         ({"reject": {"seq_k1": 1.0}}, "has the criterion 'seq_k1'; choose from token_k1, token_k2"),
         ({"reject": {"token_k1": [2.0, 1.0]}}, "reject.token_k1 is [2.0, 1.0]; its lower bound 2 exceeds the upper"),
         ({"reject": {"token_k2": [0.1, 1.0]}}, "reject.token_k2 is [0.1, 1.0]; it takes one number"),
@@ -74,7 +75,8 @@ def test_bypass_needs_the_kl_term_in_the_loss():
 @pytest.mark.parametrize(
     ("recipe", "correction", "text"),
     [
-        ("grpo", {"lower": 0.5}, "correction.lower is 0.5 but unused: there are no weights to bound; set"),
+        ("grpo", {"lower": 0.5}, "correction.lower is 0.5 but unused: it applies to importance weights; set"),
+        ("grpo", {"normalize": True}, "correction.normalize is true but unused: it applies to importance weights"),
         ("grpo", {"upper": 3.0, "reject": {"token_k3": 1.0}}, "correction.upper is 3 but unused"),
         ("sft", {"weights": "token"}, "algorithm.correction.* is set but unused: recipe=sft samples no responses"),
     ],

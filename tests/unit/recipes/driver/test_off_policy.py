@@ -143,6 +143,33 @@ def test_the_loss_is_the_weighted_mean_over_kept_tokens(tmp_path: Path, weights:
         assert 0 < metrics["mismatch/weights_bounded"] < 1
 
 
+@pytest.mark.parametrize("weights", ["token", "sequence"])
+def test_normalized_weights_have_a_mean_of_one_over_valid_tokens_or_rows(tmp_path: Path, weights: Any):
+    rollouts, old = rollouts_and_old()
+    valid = torch.tensor([True, True, False, True])
+    rollouts = rollouts.drop(["valid"]).union({"valid": valid})
+    losses = {}
+    for normalize in (False, True):
+        updates = Updates(tmp_path, Correction(weights=weights, upper=1.2, normalize=normalize), old)
+        updates.run(rollouts)
+        losses[normalize] = updates.loss(torch.where(rollouts["response_mask"].values, old + 0.1, 0.0))
+    d = (old - rollouts["rollout_logprobs"].values).double()
+    rows = [d[rollouts["response_mask"].values & (rollouts["response_mask"].segment_ids == row)] for row in (0, 1, 3)]
+    if weights == "token":
+        mean = torch.cat(rows).exp().clamp(max=1.2).mean()
+    else:
+        mean = torch.stack([row.sum().exp().clamp(max=1.2) for row in rows]).mean()
+    assert losses[True] == pytest.approx(losses[False] / mean.item(), rel=1e-5)
+    assert abs(mean.item() - 1) > 0.01
+
+
+def test_weights_that_are_all_zero_are_not_normalized(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(weights="sequence", lower=50.0, upper=60.0, normalize=True), old)
+    updates.run(rollouts)
+    assert updates.loss(old) == 0.0
+
+
 def test_a_batch_that_is_rejected_whole_has_a_loss_of_zero(tmp_path: Path):
     rollouts, old = rollouts_and_old()
     updates = Updates(tmp_path, Correction(reject={"seq_max_k2": 1e-9}), old)
@@ -159,6 +186,30 @@ def test_bypass_clips_against_the_sampler_and_skips_the_pass(tmp_path: Path):
     batch, loss = updates.batches[0]
     assert torch.equal(batch["logprobs"].values, rollouts["rollout_logprobs"].values)
     assert not loss.on_policy
+
+
+def test_bypass_rejects_by_the_old_policy_and_clips_against_the_sampler(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(bypass=True, reject=TOKENS), old)
+    metrics = updates.run(rollouts)
+    assert updates.scored == 1
+    mask, sampled = rollouts["response_mask"].values, rollouts["rollout_logprobs"].values
+    new = torch.where(mask, old + 0.1, 0.0)
+    kept = mask & ((sampled - old).exp() >= 0.8) & ((sampled - old).exp() <= 1.25)
+    ratio = (new - sampled)[kept].double().exp()
+    advantage = updates.batches[0][0]["advantages"].double()[rollouts["response_mask"].segment_ids][kept]
+    losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    assert updates.loss(new) == pytest.approx(losses.mean().item(), rel=1e-5, abs=1e-7)
+    assert metrics["mismatch/rejected_tokens"] == (mask & ~kept).sum() > 0
+    assert metrics["rollout/logprob_gap"] == 0.0  # the pass measured it, not the update
+
+
+def test_a_limit_with_bypass_turns_the_pass_on(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(bypass=True, stop_above={"gap": 0.01}), old)
+    with pytest.raises(MismatchError, match="gap"):
+        updates.run(rollouts)
+    assert (updates.scored, updates.batches) == (1, [])
 
 
 def test_responses_of_an_older_policy_have_no_limit_on_the_gap(tmp_path: Path):
@@ -226,6 +277,7 @@ def test_an_update_without_old_log_probs_measures_lags_itself(tmp_path: Path):
             "gap": d[mask].abs().mean(),
             "largest_gap": d[mask].abs().max(),
             "perplexity_ratio": torch.stack([(-row).exp() for row in rows if not row.isnan()]).mean(),
+            "effective_share": d[mask].exp().sum() ** 2 / ((2 * d[mask]).exp().sum() * mask.sum()),
         }
         found = {name: metrics[f"mismatch/{place}{name}"] for name in expected}
         assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
