@@ -1,10 +1,14 @@
 """Compare `rlpack simulate --async` with measured runs, for several leads and splits of the ranks.
 
-    python -m benchmarks.async_forecast [--steps 14] [--prompts 16] [--bar 0.15]
+    python -m benchmarks.async_forecast [--steps 14] [--prompts 16] [--bar 0.15] [--in-flight]
 
 Generation and updates are real; then both sleep until they have taken what a dedicated engine or rank would take,
 so that ranks that share two cores take the time of ranks that don't. The lengths and rates of one run, two ranks in
 turns, forecast the others. Exits with 1 if a forecast of steps per hour is off by more than `--bar` of the measurement.
+
+With `--in-flight`, in the environment of `make vllm`, vLLM generates on one core and a rank trains on the other, at
+their own speed. The first run publishes when its batch is complete (drain), the others while responses are generated.
+They are forecast from the first run and, in the last column, each from itself, which doesn't count for the exit code.
 """
 
 import argparse
@@ -43,6 +47,12 @@ RUNS: dict[Setup, tuple[str, ...]] = {
     Setup(1, "drain", 1, 2): (*APART, "placement.pools.main.ranks=2"),
     Setup(1, "drain", 2, 1): (*APART, "placement.pools.engines.ranks=2"),
 }
+VLLM = (*APART, "algorithm.kl_coef=0", "rollout=vllm", "rollout.kv_cache_gb=0.3")
+IN_FLIGHT: dict[Setup, tuple[str, ...]] = {
+    Setup(1, "drain", 1, 1): VLLM,
+    Setup(1, "in_flight", 1, 1): (*VLLM, "rollout.publish=in_flight"),
+    Setup(2, "in_flight", 1, 1): (*VLLM, "rollout.publish=in_flight", "trainer.lead=2"),
+}
 
 
 class SleepingRollout(RolloutWorker):
@@ -79,6 +89,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--bar", type=float, default=0.15)
+    parser.add_argument("--in-flight", action="store_true")
     options = parser.parse_args()
     if options.steps < 4:
         parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
@@ -88,16 +99,21 @@ def main() -> int:
         write_inputs(folder, LONGEST, 1024)
         lengths, rates = np.zeros(0, dtype=np.int64), Rates()
         print(f"{'lead':>4} {'engines':>8} {'training':>9} {'measured':>9} {'forecast':>9}  steps an hour", flush=True)
-        for setup, overrides in RUNS.items():
-            step_s = run(folder, (*SLEEPING, *overrides), Work(options.steps, 1, options.prompts, LONGEST)).whole
+        for setup, overrides in (IN_FLIGHT if options.in_flight else RUNS).items():
+            sleeping = () if options.in_flight else SLEEPING
+            before = set(folder.glob("run-*"))
+            step_s = run(folder, (*sleeping, *overrides), Work(options.steps, 1, options.prompts, LONGEST)).whole
+            (run_dir,) = set(folder.glob("run-*")) - before
+            own_lengths, own_rates, _ = measured(run_dir)
             if not lengths.size:
-                lengths, rates, _ = measured(next(folder.glob("run-*")))
+                lengths, rates = own_lengths, own_rates
             forecast_s = forecast_run(lengths, rates, setup, steps=300).step_s
+            own_s = forecast_run(own_lengths, own_rates, setup, steps=300).step_s
             error = step_s / forecast_s - 1
             largest = max(largest, abs(error))
             print(
                 f"{setup.lead:4} {setup.engine_ranks:8} {setup.train_ranks:9} {3600 / step_s:9.0f} "
-                f"{3600 / forecast_s:9.0f}  {100 * error:+.1f} %",
+                f"{3600 / forecast_s:9.0f}  {100 * error:+.1f} %  {100 * (step_s / own_s - 1):+.1f} % from itself",
                 flush=True,
             )
     print(f"{GROUP * options.prompts} responses a step of {lengths.mean():.0f} tokens; rates of the first run: {rates}")

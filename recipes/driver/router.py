@@ -17,12 +17,12 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together.
    Routers that run at the same time share the ranks, those of earlier steps first
    (`rlpack.recipes.driver.engine_slots`);
-4. a row that fails is sent again from its seed, at most `MOST_ATTEMPTS` times in all, and counted. A row fails if its
-   response can't be used. It then goes to another engine if there is one, such as the successor of its own. A row also
-   fails if its engine does. A failed engine gets no more rows, from this generation or another, until it is replaced:
-   before the next generation begins, if that is possible then, or once no engine is left. An engine that was replaced
-   has lost its rows in flight. If the ranks are started again, all rows in flight have failed, and all engines are
-   without weights;
+4. a row that fails is sent again from its seed, at most `MOST_REPEATS` times, and counted. A row fails if its response
+   can't be used. It then goes to another engine if there is one, such as the successor of its own; while that engine
+   has no room, groups after it go to others. A row also fails if its engine does. A failed engine gets no more rows,
+   from this generation or another, until it is replaced: before the next generation begins, if that is possible then,
+   or once no engine is left. An engine that was replaced has lost its rows in flight. If the ranks are started again,
+   all rows in flight have failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
@@ -48,7 +48,7 @@ from rlpack.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 3
+MOST_REPEATS = 3
 # How much longer than its own longest wait a call may take: it begins requests, waits for the calls of other
 # generations, and turns tokens into text. A rank that takes longer hangs.
 _SLACK_S = 30.0
@@ -111,7 +111,7 @@ class Router:
             prompts: `input_ids`, `seeds`, `group_ids` (rows of a group are adjacent) and `uid`.
 
         Raises:
-            RoleError: a rank raised, died or missed its deadline, or a row failed `MOST_ATTEMPTS` times.
+            RoleError: a rank raised, died or missed its deadline, or a row failed after `MOST_REPEATS` repetitions.
         """
         self._prompts = prompts
         ids = prompts["group_ids"].numpy()
@@ -121,7 +121,7 @@ class Router:
         assert lengths is not None, "prompts are rows of tokens"
         self._tokens: list[int] = (lengths + self._params.max_new_tokens).tolist()
         self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
-        self._attempts: Counter[int] = Counter()
+        self._failures: Counter[int] = Counter()
         self._avoided: dict[int, set[EngineId]] = {}  # the engines whose response to a row could not be used
         self._engine_of: dict[int, EngineId] = {}  # the engine that each row is in flight on
         # Rows of one group each: all of them, or those that failed together.
@@ -222,17 +222,22 @@ class Router:
         """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
         outboxes: dict[int, list[list[int]]] = {rank: [] for rank in self._in_flight}
         engines = {self._access.engine_of(rank): rank for rank in self._healthy}
+        kept = deque[list[int]]()  # groups that wait for an engine other than those with room
         while self._waiting:
             rows = self._waiting[0]
-            others = engines.keys() - set[EngineId]().union(*(self._avoided.get(row, ()) for row in rows))
-            ranks = {engines[engine] for engine in others or engines}
+            avoided = set[EngineId]().union(*(self._avoided.get(row, ()) for row in rows))
+            ranks = {engines[engine] for engine in engines.keys() - avoided or engines}
             rank = self._share.take(free & ranks, len(rows), self._num_tokens(rows))
-            if rank is None:
+            if rank is None and not avoided:
                 break
             self._waiting.popleft()
+            if rank is None:
+                kept.append(rows)
+                continue
             self._in_flight[rank].update(rows)
             self._engine_of |= dict.fromkeys(rows, self._access.engine_of(rank))
             outboxes[rank].append(rows)
+        self._waiting.extendleft(reversed(kept))
         return outboxes
 
     def _remove(self, rank: int, rows: list[int]) -> None:
@@ -291,9 +296,9 @@ class Router:
         self.repeated += len(failures)
         by_group: dict[int, list[int]] = {}
         for row, failure in failures.items():
-            self._attempts[row] += 1
-            if self._attempts[row] == MOST_ATTEMPTS:
-                text = f"{self._named(row)} failed {MOST_ATTEMPTS} times, the last time with: {failure}"
+            self._failures[row] += 1
+            if self._failures[row] > MOST_REPEATS:
+                text = f"{self._named(row)} failed {self._failures[row]} times, the last time with: {failure}"
                 raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
             by_group.setdefault(int(self._group_of[row]), []).append(row)
         for rows in reversed(by_group.values()):

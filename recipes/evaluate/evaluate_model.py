@@ -29,6 +29,7 @@ from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.data.prompts import Prompts
+from rlpack.data.tokenization import tokenizer_hash
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.start_roles import start_roles
 from rlpack.models.loading import load_config
@@ -65,8 +66,6 @@ from rlpack.rollout.vllm.arguments import default_dtype
 from rlpack.run_log import current_log
 from rlpack.workers.reward import function_specs
 
-_HASHED = ("config.json", "tokenizer.json")
-
 
 def main(config: Config) -> None:
     """Evaluate a model, or continue an interrupted evaluation with the same arguments."""
@@ -79,7 +78,12 @@ def main(config: Config) -> None:
     with _log_in(output), _loadable(config, output) as loadable:
         tokenizer, prompts = load_held_out(loadable)
         check_before_evaluation(loadable, tokenizer, prompts)
-        open_evaluation(output, arguments, {"prompts": prompts.fingerprint, "model": _model_hash(config)})
+        hashes = {
+            "prompts": prompts.fingerprint,
+            "model": _model_hash(config),
+            "tokenizer": tokenizer_hash(tokenizer),  # has the token that ends a response
+        }
+        open_evaluation(output, arguments, hashes)
         layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)
         file = SampleFile(output / ROWS, layout)
         done = file.recover()
@@ -190,12 +194,12 @@ def _vote(row: SampleRow, reader: AnswerReader) -> str | None:
 
 
 def _model_hash(config: Config) -> str:
-    """Return a hash of the files that decide what the model samples; for a model of the Hub, of its name."""
+    """Return a hash of the model's configuration and weights; for a model of the Hub, of its name."""
     checkpoint = recipe_section(config, Evaluate).checkpoint
     if checkpoint is not None:
         return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
     folder = Path(cast(str, config.model.path)).expanduser()
-    files = [folder / name for name in _HASHED if (folder / name).is_file()] + sorted(folder.glob("*.safetensors"))
+    files = [file for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
     digest = sha256(str(config.model.path if not files else "").encode())
     for file in files:
         digest.update(f"{file.name} {sha256_of(file)}\n".encode())

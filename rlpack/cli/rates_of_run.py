@@ -184,7 +184,7 @@ def _slots_and_engines(config: Mapping[str, Any], rows: int) -> tuple[int, int]:
     """
     engines = _ranks_of(config, "rollout")
     try:
-        return (rows, 1) if engines is None else (min(rows, int(config["rollout"]["max_num_seqs"])), engines)
+        return (rows, 1) if engines is None else (int(config["rollout"]["max_num_seqs"]), engines)
     except (KeyError, TypeError, ValueError):
         return rows, 1
 
@@ -198,10 +198,11 @@ def _ranks_of(config: Mapping[str, Any], role: str) -> int | None:
 
 
 def _pool_of(config: Mapping[str, Any], role: str) -> str:
-    """Return the pool of a role."""
+    """Return the pool of a role: its own, or else the first one."""
     try:
-        return str(config["placement"]["roles"].get(role, "main"))
-    except (KeyError, TypeError, AttributeError):
+        placement = config["placement"]
+        return str(placement["roles"].get(role, next(iter(placement["pools"]))))
+    except (KeyError, TypeError, AttributeError, StopIteration):
         return "main"
 
 

@@ -6,6 +6,7 @@ Invariant: user text never becomes a special token; `<eos>` inside a prompt is f
 import json
 import re
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     No real token attends to them.
     """
     return _single_id(tokenizer.pad_token_id, "padding") or 0
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of the vocabulary, of how text becomes tokens, and of the special tokens.
+
+    >>> tokenizer_hash(character_tokenizer("ab")) == tokenizer_hash(character_tokenizer("ba"))
+    False
+    """
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        text = tokenizer.backend_tokenizer.to_str()
+    else:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
+    return sha256(json.dumps([text, special]).encode()).hexdigest()
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:

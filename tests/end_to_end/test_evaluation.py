@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_stopped_twice_and_continued_an_evaluation_writes_the_files_of_an_uninte
     (tmp_path / "slow.py").write_text(SLOW)
     lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in ROWS]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
-    model = str(uninterrupted.run_dir / "model")
+    model = str(shutil.copytree(uninterrupted.run_dir / "model", tmp_path / "model"))
     whole = evaluated(tmp_path, model, *FOLDER, *SMALL, output="whole")
     for how, parts in (("kill", 1), ("ctrl-c", 3)):
         words = ["evaluate", model, "evaluate.output_dir=stopped", *FOLDER, *SMALL]
@@ -139,3 +140,9 @@ def test_stopped_twice_and_continued_an_evaluation_writes_the_files_of_an_uninte
     statistics = json.loads((tmp_path / "stopped" / "results.json").read_text())["statistics"]
     assert statistics["pass@1"]["value"] == pytest.approx(sum(sampled) / len(sampled))
     assert "pass@1" not in json.loads((tmp_path / "whole" / "results.json").read_text())["statistics"]
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"eos_token": "<eos>"', '"eos_token": "a"'))
+    words = ["evaluate", model, "evaluate.output_dir=stopped", *FOLDER, *SMALL]
+    with started_words(tmp_path, words, tmp_path / "stopped") as command:
+        assert command.wait() == 2
+        assert "which holds an evaluation that began with other files of the tokenizer; restore them" in command.err

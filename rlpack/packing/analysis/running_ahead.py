@@ -79,7 +79,8 @@ class RunForecast(NamedTuple):
     Attributes:
         step_s: seconds per step.
         training_idle: share of their time that training ranks spend waiting.
-        engines_idle: share of their time that the engines' slots spend idle.
+        engines_idle: share of their time that the engines' slots spend idle; slots beyond the responses of the batches
+            that may be in flight don't count.
         staleness_mean: mean number of publications between a response's first token and its training.
         staleness_max: maximum of the same number.
     """
@@ -145,7 +146,10 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         float(batch.sum() + rates.prompt_tokens * batch.size) / (rates.train_tokens_per_s * setup.train_ranks)
         for batch in rows
     ]
-    engines = _Engines(setup.engine_ranks * rates.slots)
+    # No more responses run at once than an engine has when it gets all batches that are in flight.
+    most_batches = setup.lead + 1 if setup.publish == "in_flight" else 1
+    slots = min(rates.slots, rates.rows_per_step * most_batches)
+    engines = _Engines(setup.engine_ranks * slots)
     waiting: deque[_Batch] = deque()
     now = waited_s = began = 0.0
     published: list[float] = []
@@ -179,7 +183,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     return RunForecast(
         step_s=span / (steps - _WARM_UP),
         training_idle=waited_s / span,
-        engines_idle=max(0.0, 1 - engines.busy_s / (span * setup.engine_ranks * rates.slots)),
+        engines_idle=max(0.0, 1 - engines.busy_s / (span * setup.engine_ranks * slots)),
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
     )

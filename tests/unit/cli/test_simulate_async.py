@@ -147,6 +147,16 @@ def test_ranks_that_share_rows_count_as_training_ranks(tmp_path: Path, capsys: p
     assert "are assumed" not in out
 
 
+def test_a_role_without_a_pool_is_in_the_first_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    in_flight_run(tmp_path)
+    config = tmp_path / CONFIG
+    text = config.read_text().replace("main: {ranks: 2}", "gpus: {ranks: 4}, main: {ranks: 9}")
+    config.write_text(text.replace("max_num_seqs: 4", "max_num_seqs: 16"))
+    assert simulate(str(tmp_path), "--ranks", "4", "--leads", "0") == 0
+    out = capsys.readouterr().out
+    assert "4 a step; 16 at once in an engine, 50 ms a token; training 20 tokens/s a rank" in out
+
+
 @pytest.mark.parametrize("lead", [0, 1])
 def test_scoring_is_no_training(tmp_path: Path, lead: int, capsys: pytest.CaptureFixture[str]):
     """Generation takes 10 s, a judge 60 and training 10; with a lead, a step waits 61 s for its batch."""

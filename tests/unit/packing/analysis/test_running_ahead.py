@@ -44,6 +44,16 @@ def test_scoring_delays_a_batch_and_leaves_the_engines_to_later_ones(setup: Setu
     assert forecast_run(EVEN, rates, setup).step_s == pytest.approx(step_s, rel=0.05)
 
 
+@pytest.mark.parametrize("slots", [40, 400])
+def test_batches_in_flight_share_the_slots_of_an_engine(slots: int):
+    rates = Rates(**(vars(RATES) | {"slots": slots, "train_tokens_per_s": 800.0}))
+    found = forecast_run(EVEN, rates, Setup(3, "in_flight", 1, 1))
+    # Each of four batches takes 10 s in the engine, at the same time as the others, and is trained on for 2.5 s.
+    assert found.step_s == pytest.approx(12.5 / 4, rel=0.05)
+    assert found.engines_idle == pytest.approx(2.5 / 12.5, abs=0.03)
+    assert forecast_run(EVEN, rates, Setup(1, "drain", 1, 1)).step_s == pytest.approx(10.0, rel=0.05)
+
+
 def test_a_longer_lead_hides_the_tail_of_long_responses():
     # Nine of ten responses take 1 s, one takes 20 s, on two slots: the tail leaves a slot free.
     lengths = np.array([10] * 9 + [200])

@@ -20,7 +20,7 @@ from rlpack.packing import Batching
 from rlpack.recipes.driver import router as router_module
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.engine_restarts import replace_failed_engines
-from rlpack.recipes.driver.router import MOST_ATTEMPTS, Router
+from rlpack.recipes.driver.router import MOST_REPEATS, Router
 from rlpack.rollout import in_flight
 from rlpack.rollout.canary import canary_tolerance
 from rlpack.rollout.engine import FinishedRow
@@ -227,11 +227,19 @@ def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reas
         return True
 
     ranks.engines[0].fails = 1
-    text = rf"row \d of prompt \S+ failed {MOST_ATTEMPTS} times, the last time with: the engine (died|is dead)"
+    text = r"row \d of prompt \S+ failed 4 times, the last time with: the engine (died|is dead)"
     with pytest.raises(RoleError, match=text) as raised:
         ranks.run(prompts(1), replace=replace)
     assert (raised.value.role, raised.value.rank) == ("rollout", 0)
-    assert len(ranks.engines) == MOST_ATTEMPTS
+    assert len(ranks.engines) == 4
+
+
+def test_a_group_is_generated_again_three_times():
+    ranks, batch = Ranks(1), prompts(1)
+    ranks.engines[0].spoils = MOST_REPEATS * batch.num_rows
+    rows, router = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert router.repeated == 3 * batch.num_rows
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -255,11 +263,33 @@ def test_a_response_that_cannot_be_used_is_generated_again_elsewhere_and_its_eng
     assert begun[0] % 4 == (2 if count == 1 else 0), "the rows went to the other engine"
 
 
+def test_a_row_that_waits_for_a_full_engine_keeps_no_other_rows_waiting(monkeypatch: pytest.MonkeyPatch):
+    ranks, batch = Ranks(2), prompts(8)
+    first, second = ranks.engines
+    first.spoils, end = 1, time.monotonic() + 30.0
+    answer, before = second.finished, list[int]()
+
+    def held(timeout_s: float) -> list[FinishedRow]:
+        """Answer once the first engine has got all other groups."""
+        if len(first.lengths) < 7 * 4 and time.monotonic() < end:
+            time.sleep(0.01)
+            return []
+        before.append(len(first.lengths))
+        return answer(timeout_s)
+
+    monkeypatch.setattr(second, "finished", held)
+    rows, router = ranks.run(batch, capacity=4)
+    assert same(rows, expected(ranks, batch))
+    assert before[0] == 7 * 4
+    assert router.repeated == 1
+    assert len(second.lengths) == 4 + 1
+
+
 def test_a_response_that_can_never_be_used_ends_the_run_with_its_row_rank_and_version():
     ranks = Ranks(1)
     ranks.engines[0].spoils = 10**6
     text = (
-        r"role rollout, rank 0, in advance: row \d of prompt \S+ failed 3 times, .* of policy version 0 can't be used"
+        r"role rollout, rank 0, in advance: row \d of prompt \S+ failed 4 times, .* of policy version 0 can't be used"
     )
     with pytest.raises(RoleError, match=text):
         ranks.run(prompts(2))
