@@ -117,6 +117,8 @@ def _largest_microbatch(batch: TypicalBatch, batching: Batching, rows: int, *, o
         rows = min(rows, batching.micro_batch_size)
     width = -(-batch.longest // batching.alignment) * batching.alignment
     slots = min(batching.max_tokens or rows * width, rows * width)
+    if batching.overlong == "own_microbatch":
+        slots = max(slots, width)  # a row above the budget runs alone
     if on_cpu:
         slots = rounded_rows(slots)
     if not batching.share_prompts or batch.prompts is None:

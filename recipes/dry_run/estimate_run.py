@@ -10,6 +10,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlpack.config.errors import ConfigError
 from rlpack.config.layout_sizes import layout_fits
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
@@ -21,6 +22,7 @@ from rlpack.config.roles import (
     role_parallel,
     started_roles,
 )
+from rlpack.config.rules import broken_rules
 from rlpack.config.schema import Config
 from rlpack.counted import counted
 from rlpack.data.prompts import Prompts
@@ -88,12 +90,14 @@ class Estimator:
         prompts: training split.
         model: the policy without weights.
         limits: limits of memory.
+        problems: what the rules across keys have against the run itself.
     """
 
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     model: PreTrainedModel
     limits: MemoryLimits
+    problems: frozenset[str] = frozenset()
     _batch: TypicalBatch | None = None
     _models: dict[tuple[Any, ...], ModelMemory] = field(default_factory=dict)
     _starts: dict[tuple[str, ...], int] = field(default_factory=dict)
@@ -125,9 +129,13 @@ class Estimator:
         return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
 
     def can_run(self, config: Config) -> bool:
-        """Return whether the layouts of a variant fit its ranks and the model."""
+        """Return whether a run would accept a variant: its keys together, and its layouts with ranks and model."""
         roles = model_roles(config)
-        return all(layout_fits(config, role) for role in roles) and all(
+        try:
+            problems = broken_rules(config)
+        except ConfigError:  # a role's batching can't be derived
+            return False
+        return self.problems.issuperset(problems) and all(layout_fits(config, role) for role in roles) and all(
             misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
         )
 
@@ -179,7 +187,8 @@ def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
     placement = config.placement.model_copy(update={"address": config.placement.address or "dry-run"})
     elsewhere = config.model_copy(update={"placement": placement})
     model = check_before_start(elsewhere, tokenizer, prompts, held_out)
-    return Estimator(tokenizer, prompts, model, MemoryLimits.of(config, memory_gb))
+    problems = frozenset(broken_rules(elsewhere))
+    return Estimator(tokenizer, prompts, model, MemoryLimits.of(config, memory_gb), problems)
 
 
 def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -> bool:

@@ -33,7 +33,8 @@ from rlpack.recipes.dry_run.run_memory import RunMemory
 
 # Checkpointing and offloading from the least saved memory to the most.
 _KINDS, _OFFLOADS = ("none", "selective", "full"), ("none", "optimizer", "parameters")
-# Token budgets relative to the configured one.
+# The key of the token budget, and the budgets relative to the configured one.
+_BUDGET = "batching.max_tokens"
 _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
 # Maximum number of suggestions, maximum number of memory estimates to find them, and the CPU seconds after which no
 # further estimate is made.
@@ -140,14 +141,13 @@ def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms:
     plans = _Plans(batch, cost)
     seen = set()
     for layout in _layouts(config, estimator):
-        for values in _variants(config, layout):
-            changed = config
-            for key, value in values.items():
-                changed = with_value(changed, key, value)
+        for values in _variants(config, layout, estimator):
+            changed = _with_values(config, values)
             plan = plans.of(changed)
             if plan is None or (role_batching(changed, "actor").max_tokens or batch.longest) < batch.longest:
                 continue
-            identity = (*list(values.values())[:-1], plan.microbatch.slots)
+            keys = (key for key in values if key != _BUDGET)
+            identity = (*(values[key] for key in keys), plan.microbatch.slots)
             if identity in seen:
                 continue
             seen.add(identity)
@@ -206,23 +206,28 @@ def _with_context_method(config: Config, estimator: Estimator, values: dict[str,
     """Yield the values of a layout with the first method of context parallelism that can run, if any."""
     for method in get_args(ContextMethod) if values["actor.parallel.cp"] > 1 else (None,):
         chosen = values if method is None else values | {"actor.parallel.cp_method": method}
-        changed = config
-        for key, value in chosen.items():
-            changed = with_value(changed, key, value)
-        if estimator.can_run(changed):
+        if estimator.can_run(_with_values(config, chosen)):
             yield chosen
             return
 
 
-def _variants(config: Config, layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the keys that are searched with a layout; the token budget is the last one."""
+def _with_values(config: Config, values: dict[str, Any]) -> Config:
+    """Return a configuration in which keys have other values."""
+    for key, value in values.items():
+        config = with_value(config, key, value)
+    return config
+
+
+def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> Iterator[dict[str, Any]]:
+    """Yield the values of the keys that are searched with a layout."""
     offloads = ("none", "optimizer") if gpus_per_rank(config, "actor") else ("none",)
     budget = config.batching.max_tokens if config.batching.mode != "fixed" else None
     budgets = [None] if budget is None else sorted({max(1, int(budget * factor)) for factor in _BUDGETS}, reverse=True)
-    for kind, offload, tokens in product(_KINDS, offloads, budgets):
+    for kind, offload in product(_KINDS, offloads):
         values = layout | {"actor.gradient_checkpointing": kind}
         values |= {"actor.offload": offload} if len(offloads) > 1 else {}
-        yield values | ({} if tokens is None else {"batching.max_tokens": tokens})
+        if estimator.can_run(_with_values(config, values)):
+            yield from (values if tokens is None else values | {_BUDGET: tokens} for tokens in budgets)
 
 
 def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:

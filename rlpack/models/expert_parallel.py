@@ -99,7 +99,8 @@ class ExpertSplit:
         if self.is_balanced:
             rows = [-(-len(experts) // self.num_parts)] * self.num_ranks
             total = sum(rows)
-            return experts[:total], rows, rows, own.repeat(-(-total // len(own)))[:total]
+            pairs = torch.arange(total, device=experts.device) % len(experts)  # rounding up may take a pair twice
+            return pairs, rows, rows, own.repeat(-(-total // len(own)))[:total]
         pairs, counts = self.own_pairs(experts, num_experts)
         received_counts = exchange(counts, self.group)  # [ranks, experts]
         sent, received = counts.sum(1).tolist(), received_counts.sum(1).tolist()

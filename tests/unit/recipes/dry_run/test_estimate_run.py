@@ -254,6 +254,39 @@ def test_ranks_that_divide_experts_gather_fewer_weights():
     assert models[1].peak > models[1].kept
 
 
+@pytest.mark.parametrize("max_tokens", [51, 53])
+def test_experts_may_get_tokens_that_their_ranks_do_not_divide(max_tokens: int):
+    shape = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    actor = Actor(isolation_check=False, parallel=Parallel(ep=4))
+    given = config(
+        model=Model(config=shape), actor=actor, placement=gpus(4), batching=Batching(max_tokens=max_tokens)
+    )
+    (pool,) = open_estimator(given, 80).memory(given).pools
+    assert pool.roles["actor"].model.peak > 0
+
+
+def test_a_row_above_the_budget_counts_whole_if_it_runs_alone():
+    slots = {}
+    for overlong in ("own_microbatch", "truncate"):
+        given = config(batching=Batching(max_tokens=32, overlong=overlong), placement=gpus(2))
+        estimator = open_estimator(given, 80)
+        slots[overlong] = estimator.plans(given)["actor"].microbatch.slots
+    longest = estimator.batch(given).longest
+    assert longest > 32
+    assert slots == {"own_microbatch": longest, "truncate": 32}
+
+
+def test_changes_that_a_run_would_refuse_are_not_proposed(capsys: pytest.CaptureFixture[str]):
+    actor = Actor(isolation_check=False, compile=True)
+    assert not main(config(actor=actor, placement=gpus(8)), 1e-4, print)
+    shown = capsys.readouterr().out
+    assert "actor.gradient_checkpointing=full" in shown
+    assert "selective" not in shown
+    assert "actor.lora.rank" not in shown
+    assert "actor.parallel.tp" not in shown
+
+
 def test_changes_set_keys_and_keep_the_rest():
     before = config(placement=gpus(8), actor=Actor(parallel=Parallel(dp_replicate=2)))
     changes = dict[str, list[Any]]()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rlpack.config.compose import compose
-from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Trainer
+from rlpack.config.rules import broken_rules
+from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
 from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
@@ -90,6 +91,33 @@ def test_experts_are_divided_and_heads_that_cp_does_not_divide_use_gathered_keys
     assert {each.layout[4] for each in found} == {1, 2, 4}
     assert all(4 // each.layout[0] // each.layout[2] // each.layout[3] % each.layout[4] == 0 for each in found)
     assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
+
+
+def test_every_switch_is_tried_with_fixed_microbatches():
+    batching = Batching(mode="fixed", micro_batch_size=2, max_tokens=None)
+    given = config(2, batching=batching)
+    found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
+    switches = {(each.values["actor.gradient_checkpointing"], each.values["actor.offload"]) for each in found}
+    assert switches == set(product(("none", "selective", "full"), ("none", "optimizer")))
+
+
+def test_layouts_that_shared_prompts_exclude_are_left_out():
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    batching, rollout = Batching(max_tokens=256, share_prompts=True), Rollout(max_new_tokens=32)
+    trainer = Trainer(prompts_per_step=8, group_size=4, mini_batch_size=16)
+    placement = Placement(pools={"main": Pool(ranks=4, gpus_per_rank=1.0)}, address="auto")
+    sections = {"data": DATA, "trainer": trainer, "actor": Actor(isolation_check=False), "placement": placement}
+    given = tiny_config("grpo", batching=batching, rollout=rollout, model=Model(config=MODEL | sizes), **sections)
+    found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
+    assert {each.layout[1] for each in found} == {1}  # gathered keys need aligned rows
+
+
+def test_switches_that_the_rules_refuse_are_left_out():
+    given = config(2, actor=Actor(isolation_check=False, compile=True))
+    found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
+    assert {each.values["actor.gradient_checkpointing"] for each in found} == {"none", "full"}
+    assert {each.layout[1:5] for each in found} == {(1, 1, 1, 1)}
+    assert not [problem for each in found for problem in broken_rules(each.config)]
 
 
 def test_stages_wait_while_the_pipeline_fills_and_drains():
