@@ -135,8 +135,12 @@ class Estimator:
             problems = broken_rules(config)
         except ConfigError:  # a role's batching can't be derived
             return False
-        return self.problems.issuperset(problems) and all(layout_fits(config, role) for role in roles) and all(
-            misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
+        return (
+            self.problems.issuperset(problems)
+            and all(layout_fits(config, role) for role in roles)
+            and all(
+                misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
+            )
         )
 
     def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:

@@ -254,15 +254,16 @@ def test_ranks_that_divide_experts_gather_fewer_weights():
     assert models[1].peak > models[1].kept
 
 
-@pytest.mark.parametrize("max_tokens", [51, 53])
+@pytest.mark.parametrize("max_tokens", [91, 93])
 def test_experts_may_get_tokens_that_their_ranks_do_not_divide(max_tokens: int):
     shape = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    actor = Actor(isolation_check=False, parallel=Parallel(ep=4))
-    given = config(
-        model=Model(config=shape), actor=actor, placement=gpus(4), batching=Batching(max_tokens=max_tokens)
-    )
-    (pool,) = open_estimator(given, 80).memory(given).pools
+    actor, trainer = Actor(isolation_check=False, parallel=Parallel(ep=4)), Trainer(prompts_per_step=16)
+    sections = {"model": Model(config=shape), "actor": actor, "trainer": trainer, "placement": gpus(4)}
+    given = config(**sections, batching=Batching(max_tokens=max_tokens))
+    estimator = open_estimator(given, 80)
+    assert estimator.plans(given)["actor"].microbatch.slots == max_tokens
+    (pool,) = estimator.memory(given).pools
     assert pool.roles["actor"].model.peak > 0
 
 
