@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlpack.algorithms.correction import mismatch_metrics, mismatch_totals
+from rlpack.algorithms.correction import mean_weight, mismatch_metrics, mismatch_totals
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.fields import Column
 from rlpack.packing import MicrobatchPlan
@@ -60,26 +60,12 @@ def correct_off_policy(
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
     if settings.normalizes:
-        mean = _mean_weight(found["mismatch_weight"], tokens.where(rollouts["valid"], 0), settings.weights)
+        mean = mean_weight(found["mismatch_weight"], tokens.where(rollouts["valid"], 0), settings.weights)
         added["importance_scale"] = torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)
     if settings.reject:
         kept = torch.minimum(found["kept_tokens"], tokens)
         added |= {"kept_mask": found["kept_mask"], "kept_tokens": kept}
     return rollouts.union(added)
-
-
-def _mean_weight(weights: Tensor, tokens: Tensor, level: str) -> float:
-    """Return the mean importance weight over tokens, or over rows if `level` is `sequence`; 0 without tokens.
-
-    Args:
-        weights: the sum of each row's weights, f64 [B].
-        tokens: the tokens of each row that count, integers [B].
-        level: `token` or `sequence`.
-    """
-    rows = tokens > 0
-    weights, tokens = weights[rows], tokens[rows]
-    mean = weights.sum() / tokens.sum() if level == "token" else (weights / tokens).mean()
-    return mean.item() if rows.any() else 0.0
 
 
 def measured_lags(session: Session) -> range:

@@ -59,6 +59,28 @@ def importance_weights(
     return torch.where(mask.values, weights, 0.0).float()
 
 
+def mean_weight(weights: Tensor, tokens: Tensor, level: Level) -> float:
+    """Return the mean importance weight, by which weights are divided to normalize them; 0 without tokens.
+
+    It is the mean over tokens, or over rows if `level` is `sequence`.
+
+    >>> mean_weight(torch.tensor([4.0, 6.0]), torch.tensor([1, 4]), "token")
+    2.0
+    >>> mean_weight(torch.tensor([4.0, 6.0]), torch.tensor([1, 4]), "sequence")
+    2.75
+
+    Args:
+        weights: the sum of each row's weights, [B].
+        tokens: the tokens of each row, integers [B]; rows with 0 don't count.
+        level: `token` or `sequence`.
+    """
+    rows = tokens > 0
+    if not rows.any():
+        return 0.0
+    weights, tokens = weights[rows], tokens[rows]
+    return (weights.sum() / tokens.sum() if level == "token" else (weights / tokens).mean()).item()
+
+
 def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mapping[str, tuple[float, float]]) -> Tensor:
     """Return which response tokens meet all criteria, bool [T].
 

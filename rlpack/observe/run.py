@@ -256,13 +256,13 @@ class Run:
         """Write the report and print a summary."""
         # Imported here because matplotlib takes a second, which would delay every start.
         from rlpack.observe.report.report import write_report
-        from rlpack.observe.report.summary import packing_losses, summarize
+        from rlpack.observe.report.summary import packing_table, summarize
 
         path = write_report(self.run_dir)
         records = list(read_records(self.run_dir / METRICS))
         rows = summarize(records, read_plan(self.run_dir / LENGTHS))
         self._console.table([(row.label, row.before or "", row.after) for row in rows])
-        self._console.columns(packing_losses(records))
+        self._console.columns(packing_table(records))
         self._console.note(f"report: {path.absolute()}")
 
     def _close_sinks(self) -> None:

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlpack.observe.metric_table import METRICS
 from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Records, Series, held_out_curves
 from rlpack.observe.text import are_accuracies, mean_reward_format
 
-# Plan metrics that are 0 if nothing is lost, each with the mean up to which its loss is too small for a row.
+# Plan metrics that are 0 if nothing is lost, each with the mean up to which its loss is too small to be explained.
 PACKING_LOSSES = {
     "packing/waste_ratio": 0.01,
     "packing/rank_imbalance": 0.05,
@@ -63,19 +65,21 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     return rows
 
 
-def packing_losses(records: Records) -> list[list[str]]:
-    """Return a table of the plan metrics that show a loss: lowest, mean and highest value, and meaning.
+def packing_table(records: Records) -> list[list[str]]:
+    """Return a table of the plan metrics: lowest, mean and highest value over the training steps.
 
-    The first row is the header. The table is empty if there was no loss in the training steps; other metrics are only
-    in the report.
+    The last column explains a metric that shows a loss. The first row is the header; without training steps that have
+    such metrics, the table is empty.
     """
-    every = {name: Series.of(records, name, "train").values for name in PACKING_LOSSES}
-    rows = [
-        [name, *(f"{number:,.4g}" for number in (values.min(), values.mean(), values.max())), METRICS[name].description]
-        for name, values in every.items()
-        if values.size and values.mean() > PACKING_LOSSES[name]
-    ]
+    values = {name: Series.of(records, name, "train").values for name in METRICS if name.startswith("packing/")}
+    rows = [_over_steps(name, of_steps) for name, of_steps in values.items() if of_steps.size]
     return [["over training steps", "lowest", "mean", "highest", ""], *rows] if rows else []
+
+
+def _over_steps(name: str, values: np.ndarray) -> list[str]:
+    numbers = (f"{number:,.4g}" for number in (values.min(), values.mean(), values.max()))
+    is_loss = name in PACKING_LOSSES and values.mean() > PACKING_LOSSES[name]
+    return [name, *numbers, METRICS[name].description if is_loss else ""]
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plot_style import SETTINGS
 from rlpack.observe.report.plots import Series, running_mean, seconds_by_part
 from rlpack.observe.report.report import write_report
-from rlpack.observe.report.summary import packing_losses, summarize
+from rlpack.observe.report.summary import packing_table, summarize
 from rlpack.observe.run import Run
 from rlpack.observe.sinks import JsonlSink
 from rlpack.packing import Batching, make_plan
@@ -304,23 +304,25 @@ def test_drawing_a_report_leaves_matplotlibs_own_settings_alone(tmp_path: Path) 
     assert dict(matplotlib.rcParams) == before
 
 
-def test_losses_of_plans_are_summed_up_over_training_steps_alone() -> None:
+def test_metrics_of_plans_are_summed_up_over_training_steps_alone() -> None:
     values = {("train", 1): 0.5, ("train", 2): 0.1, ("train", 3): 0.3, ("sft_warmup", 1): 9.0}
     records = [
         {"phase": phase, "step": step, "time_s": 1.0, "packing/waste_ratio": value, "actor/loss": 1.0}
         for (phase, step), value in values.items()
     ]
-    assert packing_losses(records)[1:] == [
+    assert packing_table(records)[1:] == [
         ["packing/waste_ratio", "0.1", "0.3", "0.5", "Token slots that hold no real token."]
     ]
-    assert packing_losses([record for record in records if record["phase"] != "train"]) == []
+    assert packing_table([record for record in records if record["phase"] != "train"]) == []
 
 
-def test_only_metrics_of_plans_that_show_a_loss_are_summed_up() -> None:
+def test_every_metric_of_plans_is_summed_up_and_those_that_show_a_loss_are_explained() -> None:
     plan = make_plan([60, 3, 5, 7, 20, 30, 9, 11], Batching(max_tokens=256), dp_size=2)
     metrics = {f"packing/{name}": float(value) for name, value in asdict(plan.metrics).items()}
     record = {"phase": "train", "step": 1, "time_s": 1.0, **metrics}
     assert metrics["packing/packing_efficiency"] < 1  # but that isn't a loss: each rank needs a microbatch
-    assert packing_losses([record]) == []
-    (row,) = packing_losses([record | {"packing/truncated_tokens": 8.0}])[1:]
-    assert row == ["packing/truncated_tokens", "8", "8", "8", "Tokens cut from overlong sequences."]
+    rows = packing_table([record])[1:]
+    assert {row[0] for row in rows} == metrics.keys()
+    assert not any(row[-1] for row in rows)
+    explained = [row for row in packing_table([record | {"packing/truncated_tokens": 8.0}])[1:] if row[-1]]
+    assert explained == [["packing/truncated_tokens", "8", "8", "8", "Tokens cut from overlong sequences."]]
