@@ -9,13 +9,15 @@ Invariants (tests/unit/recipes/driver/test_late_groups.py):
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.distributed.results import placeholder_rows
 from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.step_context import StepContext
 
@@ -140,7 +142,42 @@ class GroupsByEnd:
             self.add_scored(scored)
 
 
+def concat_scored(parts: Sequence[BatchedDataDict]) -> BatchedDataDict:
+    """Concatenate groups that were scored separately.
+
+    A role may return columns of other types for groups of which it got no row, because batching left all of them out.
+    Such columns become zeros, or None in lists, with the types of the other groups.
+
+    Raises:
+        DataError: the types of groups with rows differ.
+    """
+    try:
+        return BatchedDataDict.concat(parts)
+    except DataError:
+        have_rows = [bool(part["valid"].any()) for part in parts]
+        if all(have_rows) or not any(have_rows):
+            raise
+    typed = parts[have_rows.index(True)]
+    return BatchedDataDict.concat(
+        [part if has_rows else _with_types_of(typed, part) for part, has_rows in zip(parts, have_rows, strict=True)]
+    )
+
+
+def _with_types_of(typed: BatchedDataDict, rows: BatchedDataDict) -> BatchedDataDict:
+    """Return rows whose columns of other types than those of `typed` are replaced by stand-ins."""
+    same = [name for name in typed if name in rows and _have_same_type(rows, typed, name)]
+    return placeholder_rows(rows, typed).drop(same).union(rows.keep(same))
+
+
+def _have_same_type(left: BatchedDataDict, right: BatchedDataDict, name: str) -> bool:
+    try:
+        BatchedDataDict.concat([left.keep([name]).select([]), right.keep([name]).select([])])
+    except DataError:
+        return False
+    return True
+
+
 def _in_order(parts: list[BatchedDataDict]) -> BatchedDataDict:
     """Return the rows of parts of one batch in the order of the batch."""
-    rows = BatchedDataDict.concat(parts)
+    rows = concat_scored(parts)
     return rows.select(np.argsort(rows.row_ids))

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Trainer
-from rlpack.recipes.driver.groups_by_end import GroupsByEnd
+from rlpack.recipes.driver.groups_by_end import GroupsByEnd, concat_scored
 from rlpack.recipes.driver.reward_stages import report_rewards
 from rlpack.recipes.driver.rollout_stages import report_lengths
 from rlpack.recipes.driver.started_batch import StartedBatch
@@ -166,7 +166,7 @@ class LateGroups:
             metrics.update(_of_whole_batch(batch.context))
         self.batches = left
         of_prompts = {name: own.context.metrics[name] for name in _OF_PROMPTS & own.context.metrics.keys()}
-        return BatchedDataDict.concat(parts), metrics | of_prompts
+        return concat_scored(parts), metrics | of_prompts
 
 
 def _of_whole_batch(context: StepContext) -> dict[str, float]:

@@ -106,6 +106,7 @@ class ManualGroups:
         self.weights = self.session.__dict__["rollout_weights"] = cast(Any, ManualWeights())
         self.changed = threading.Condition()
         self.allowed: set[int] = set()
+        self.left_out: set[int] = set()  # by batching, so that no role scores them
         self.queue = AheadQueue(self.session, draw, self.draw_groups)
 
     def allow(self, *uids: int) -> None:
@@ -128,7 +129,8 @@ class ManualGroups:
                     "response_lengths": torch.tensor([1]),
                     "finish_reason": ["stop"],
                     "rewards": torch.tensor([float(uid)]),
-                    "valid": torch.tensor([True]),
+                    "valid": torch.tensor([uid not in self.left_out]),
+                    "level": torch.tensor([0.0 if uid in self.left_out else uid]),
                 }
                 on_groups(Batch(BatchedDataDict(columns, row_ids=[uid % 10]), one_timeout))
             left = left - set(ended)
@@ -145,6 +147,21 @@ class ManualWeights:
 
     def publish(self, session: Session, step: StepContext) -> None:
         self.version += 1
+
+
+def test_groups_that_no_role_scored_have_the_types_of_the_others(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=2, window=2)
+    groups.left_out = {10, 21}
+    groups.allow(10, 11, 12, 20, 21, 22, 23)
+    taken = {}
+    for step in groups.session.steps("train", 2):
+        if step.number == 2:
+            groups.allow(13)
+        rollouts = groups.queue.take(step).rollouts
+        taken |= {int(uid): level for uid, level in zip(rollouts["uid"], rollouts["level"].tolist(), strict=True)}
+        assert rollouts["level"].dtype == torch.int64
+        groups.queue.publish(step)
+    assert taken == {uid: 0 if uid in groups.left_out else uid for uid in (*range(10, 14), *range(20, 24))}
 
 
 def test_a_step_takes_what_has_ended_and_waits_for_groups_whose_window_closes(tmp_path: Path):
