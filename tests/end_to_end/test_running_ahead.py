@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpack.observe.trace import read_spans
 from tests.end_to_end.commands import (
     DEADLINE_S,
     Command,
@@ -109,3 +110,24 @@ def test_a_resumed_run_keeps_its_lead(whole: tuple[Command, tuple[str, ...]]):
         assert command.wait() == 2
     assert "trainer.lead is 0 and the checkpoint in run_dir=" in command.err
     assert "was written with 1; set trainer.lead as it was" in command.err
+
+
+@pytest.mark.parametrize("whole", ["grpo"], indirect=True)
+def test_records_tell_how_old_responses_are_and_how_many_batches_wait(whole: tuple[Command, tuple[str, ...]]):
+    uninterrupted, _ = whole
+    trained = [record for record in records(uninterrupted.run_dir) if record["phase"] == "train"]
+    assert [record["rollout/lag_mean"] for record in trained] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [record["rollout/batches_waiting"] for record in trained] == [1.0] * 5
+
+
+@pytest.mark.parametrize("whole", ["grpo"], indirect=True)
+def test_every_process_records_what_a_timeline_shows(whole: tuple[Command, tuple[str, ...]]):
+    uninterrupted, _ = whole
+    spans = {process.process: process.spans for process in read_spans(uninterrupted.run_dir)}
+    assert spans.keys() == {"driver", "main/0", "engines/0"}
+    kinds = {process: {span.kind for span in own} - {"other"} for process, own in spans.items()}
+    assert kinds["main/0"] >= {"log-probs", "update", "weights", "checkpoint"}
+    assert kinds["engines/0"] >= {"generation", "scoring", "weights"}
+    names = {process: {span.name for span in own} for process, own in spans.items()}
+    assert names["main/0"] >= {"forward", "backward", "optimizer"}
+    assert names["driver"] >= {"plan actor", "generate", "sync", "checkpoint"}
