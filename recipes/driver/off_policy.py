@@ -59,7 +59,7 @@ def correct_off_policy(
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
-    if settings.normalizes:
+    if settings.weights != "none" and settings.normalize:
         mean = mean_weight(found["mismatch_weight"], tokens.where(rollouts["valid"], 0), settings.weights)
         added["importance_scale"] = torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)
     if settings.reject:
