@@ -14,6 +14,7 @@ from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from tests.vllm.engines import TOLERANCE, gap, policy, prompts_of, row_logits, sampled, send, start, token_gaps
 
 PROMPTS = prompts_of(5, 17, 1, 30)
+LONG_PROMPTS = prompts_of(150, 170)
 PARAMS = SamplingParams(max_new_tokens=400, stop_token_ids=(7,))
 # Seconds of work, so that rows can be interrupted.
 LONG = SamplingParams(max_new_tokens=1500)
@@ -132,6 +133,8 @@ def test_kept_keys_and_values_are_those_of_the_weights_that_computed_them():
         policies = {version: policy("qwen2", tied=False, seed=version) for version in (1, 2)}
         send(engine, policies[1])
         engine.policy_version = 1
+        # Several blocks of keys and values of these prompts stay in the cache.
+        older = sampled(engine, LONG_PROMPTS, PARAMS, SEEDS[:2])
         begin(engine, LONG, after_s=0.5)
         engine.interrupt()
         send(engine, policies[2])
@@ -139,7 +142,7 @@ def test_kept_keys_and_values_are_those_of_the_weights_that_computed_them():
         engine.policy_version = 2
         engine.resume()
         made = in_order(engine, answers(engine, PROMPTS.num_rows), LONG)
-        fresh = sampled(engine, PROMPTS, PARAMS, SEEDS)
+        fresh = sampled(engine, LONG_PROMPTS, PARAMS, SEEDS[:2])
         block = engine._engine.vllm_config.cache_config.block_size
     finally:
         engine.close()
@@ -154,4 +157,6 @@ def test_kept_keys_and_values_are_those_of_the_weights_that_computed_them():
         assert torch.allclose(expected, logprobs[before:], atol=TOLERANCE)
         cleared = row_logits(policies[2], whole)[given - 1 : -1].log_softmax(-1).gather(1, whole[given:, None])[:, 0]
         assert not torch.allclose(cleared, logprobs[before:], atol=10 * TOLERANCE)
-    assert max(token_gaps(policies[2], PROMPTS, fresh, PARAMS)) < TOLERANCE, "new rows have no keys of older weights"
+    assert LONG_PROMPTS.lengths.min() > 2 * block
+    assert max(token_gaps(policies[1], LONG_PROMPTS, older, PARAMS)) < TOLERANCE
+    assert max(token_gaps(policies[2], LONG_PROMPTS, fresh, PARAMS)) < TOLERANCE, "the cache has older keys"
