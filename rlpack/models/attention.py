@@ -14,6 +14,7 @@ segment, K keys of a segment.
 import functools
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.kernel_device import is_simulated, kernel_device
 
 NAME = "rlpack"
+logger = logging.getLogger(__name__)
 
 # Options that layers pass to their attention function. The values of the first are applied; the second have no effect
 # on the result. Any other option might, so it is refused unless it is None or False.
@@ -298,7 +300,7 @@ def _varlen_kernel(query: Tensor, value: Tensor, rules: _Options) -> _Kernel | N
     if kernel_device(query) != "cuda" or query.dtype not in _HALF or _varlen_size(query, value) > _LARGEST_HEAD:
         return None
     # flash-attn can't be simulated; torch's kernel keeps the same tensors.
-    if not is_simulated() and importlib.util.find_spec("flash_attn") is not None:
+    if not is_simulated() and flash_attn_function() is not None:
         return _flash_attn
     # torch's varlen kernel supports neither a soft cap nor dropout.
     return None if rules.softcap is not None or rules.dropout > 0 else _torch_varlen
@@ -306,10 +308,10 @@ def _varlen_kernel(query: Tensor, value: Tensor, rules: _Options) -> _Kernel | N
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
     """Call flash-attn on [T, H, D]; of segments with more keys than queries it aligns the last ones."""
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
+    function = flash_attn_function()
+    assert function is not None
     keys = packed if packed.keys is None else packed.keys.segments
-    return flash_attn_varlen_func(
+    return function(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -357,3 +359,20 @@ def _torch_varlen_function() -> tuple[Callable[..., Any], frozenset[str]]:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+@functools.cache
+def flash_attn_function() -> Callable[..., Any] | None:
+    """Return flash-attn's varlen attention; None if it is not installed, or if it can't be imported, with a warning."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:  # such as an undefined symbol: it was compiled for another PyTorch
+        logger.warning(
+            "flash-attn is installed, but can't be imported, so attention uses PyTorch's kernels: %s; compile it for "
+            "PyTorch %s, or uninstall it",
+            *(error, torch.__version__),
+        )
+        return None
+    return flash_attn_varlen_func
