@@ -106,7 +106,7 @@ class EngineShare:
         self._slots, self._turn, self._waiting, self._capacity = slots, turn, rows, capacity
         self._rows: Counter[int] = Counter(dict.fromkeys(ranks, 0))
         self._tokens: Counter[int] = Counter()
-        self._seen, self._is_sending = 0, False
+        self._seen, self._is_taking, self._is_sending = 0, False, False
 
     def take(self, ranks: Iterable[int], rows: int, tokens: int) -> int | None:
         """Give rows that wait to the engine with the fewest tokens in flight; return its rank. `sent` has to follow.
@@ -120,7 +120,8 @@ class EngineShare:
             The rank; None if no engine has room, or if it is another generation's turn.
         """
         with self._slots._changed:
-            self._seen = self._slots._num_changes
+            if not self._is_taking:
+                self._is_taking, self._seen = True, self._slots._num_changes
             if not self._is_first():
                 return None
             open_ranks = [rank for rank in ranks if self._in_flight(rank) < self._capacity]
@@ -135,6 +136,7 @@ class EngineShare:
     def sent(self) -> None:
         """Note that the engines have all rows that they were given."""
         with self._slots._changed:
+            self._is_taking = False
             if self._is_sending:
                 self._is_sending = False
                 self._slots._tell()
@@ -158,7 +160,7 @@ class EngineShare:
             return max(1, self._in_flight(rank) - self._capacity + 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until, since the last `take`, a generation has made room or has no more waiting rows."""
+        """Wait until a generation has made room, or has no more waiting rows, since the first `take` before `sent`."""
         with self._slots._changed:
             self._slots._changed.wait_for(lambda: self._slots._num_changes != self._seen, timeout_s)
 

@@ -23,8 +23,8 @@ def correct_off_policy(
 ) -> BatchedDataDict:
     """Add what `algorithm.correction` needs, before any denominator is fixed; nothing if it is off.
 
-    - `importance_weights` f32 [T], if tokens are weighted, and `importance_scale` f32 [B], one factor for all of them,
-      if they are normalized;
+    - `importance_weights` f32 [T], if tokens are weighted, and `importance_scale` f32 [B], the same factor in every
+      row, if they are normalized;
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do

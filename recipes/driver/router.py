@@ -19,10 +19,10 @@ Invariants (tests/unit/recipes/driver/test_router.py):
    (`rlpack.recipes.driver.engine_slots`);
 4. a row that fails is sent again from its seed, at most `MOST_REPEATS` times, and counted. A row fails if its response
    can't be used. It then goes to another engine if there is one, such as the successor of its own; while that engine
-   has no room, groups after it go to others. A row also fails if its engine does. A failed engine gets no more rows,
-   from this generation or another, until it is replaced: before the next generation begins, if that is possible then,
-   or once no engine is left. An engine that was replaced has lost its rows in flight. If the ranks are started again,
-   all rows in flight have failed, and all engines are without weights;
+   has no room, later groups of this generation go to others. A row also fails if its engine does. A failed engine gets
+   no more rows, from this generation or another, until it is replaced: before the next generation begins, if that is
+   possible then, or once no engine is left. An engine that was replaced has lost its rows in flight. If the ranks are
+   started again, all rows in flight have failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """

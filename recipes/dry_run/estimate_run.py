@@ -90,7 +90,7 @@ class Estimator:
         prompts: training split.
         model: the policy without weights.
         limits: limits of memory.
-        problems: what the rules across keys have against the run itself.
+        problems: rules across keys that the given configuration breaks.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -191,7 +191,7 @@ def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
     placement = config.placement.model_copy(update={"address": config.placement.address or "dry-run"})
     elsewhere = config.model_copy(update={"placement": placement})
     model = check_before_start(elsewhere, tokenizer, prompts, held_out)
-    problems = frozenset(broken_rules(elsewhere))
+    problems = frozenset(broken_rules(config))
     return Estimator(tokenizer, prompts, model, MemoryLimits.of(config, memory_gb), problems)
 
 

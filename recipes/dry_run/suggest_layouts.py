@@ -204,11 +204,20 @@ def _layouts(config: Config, estimator: Estimator) -> Iterator[dict[str, Any]]:
 
 def _with_context_method(config: Config, estimator: Estimator, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the values of a layout with the first method of context parallelism that can run, if any."""
+    most = _budgets(config)[0]  # a layout may need a larger budget than the configured one
     for method in get_args(ContextMethod) if values["actor.parallel.cp"] > 1 else (None,):
         chosen = values if method is None else values | {"actor.parallel.cp_method": method}
-        if estimator.can_run(_with_values(config, chosen)):
+        if estimator.can_run(_with_values(config, chosen | most)):
             yield chosen
             return
+
+
+def _budgets(config: Config) -> list[dict[str, Any]]:
+    """Return the token budgets that are tried, the largest first, by their key; one without a key in fixed mode."""
+    budget = config.batching.max_tokens if config.batching.mode != "fixed" else None
+    if budget is None:
+        return [{}]
+    return [{_BUDGET: tokens} for tokens in sorted({max(1, int(budget * each)) for each in _BUDGETS}, reverse=True)]
 
 
 def _with_values(config: Config, values: dict[str, Any]) -> Config:
@@ -219,15 +228,19 @@ def _with_values(config: Config, values: dict[str, Any]) -> Config:
 
 
 def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> Iterator[dict[str, Any]]:
-    """Yield the values of the keys that are searched with a layout."""
+    """Yield the values of the keys that are searched with a layout, as far as a run would accept them."""
+
+    def can_run(values: dict[str, Any]) -> bool:
+        return estimator.can_run(_with_values(config, values))
+
     offloads = ("none", "optimizer") if gpus_per_rank(config, "actor") else ("none",)
-    budget = config.batching.max_tokens if config.batching.mode != "fixed" else None
-    budgets = [None] if budget is None else sorted({max(1, int(budget * factor)) for factor in _BUDGETS}, reverse=True)
+    budgets = _budgets(config)
+    accepted = [budget for budget in budgets if can_run(layout | budget)]
     for kind, offload in product(_KINDS, offloads):
         values = layout | {"actor.gradient_checkpointing": kind}
         values |= {"actor.offload": offload} if len(offloads) > 1 else {}
-        if estimator.can_run(_with_values(config, values)):
-            yield from (values if tokens is None else values | {_BUDGET: tokens} for tokens in budgets)
+        if can_run(values | budgets[0]):
+            yield from (values | budget for budget in accepted)
 
 
 def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:

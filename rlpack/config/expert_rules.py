@@ -22,5 +22,5 @@ def expert_problems(config: Config) -> Iterator[str]:
     elif config.algorithm.correction.skips_old_logprobs:
         yield (
             f"{_KEY} replays the routing of the old log-probs, which algorithm.correction.bypass doesn't compute; set "
-            f"{_KEY}=false or algorithm.correction.bypass=false"
+            f"{_KEY}=false, algorithm.correction.bypass=false, or algorithm.correction.reject, which needs them"
         )

@@ -133,7 +133,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the vocabulary, of how text becomes tokens, and of the special tokens.
+    """Return a hash of the vocabulary, the special tokens and, for fast tokenizers, the way text becomes tokens.
 
     >>> tokenizer_hash(character_tokenizer("ab")) == tokenizer_hash(character_tokenizer("ba"))
     False

@@ -115,10 +115,10 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_gap": Metric(
         "nats",
         "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Without "
-        "a pass for old log-probs (a single optimizer step per batch, or algorithm.correction.bypass), the update "
-        "measures it, over the tokens that its first optimizer step trains on; the steps of recipe=ppo that train only "
-        "the critic then lack it. The run warns above rollout.max_logprob_gap, and ends above ten times that; not with "
-        "bypass and actor.lora.dropout, which changes the update's log-probs, too.",
+        "a pass for old log-probs (a single optimizer step per batch, or algorithm.correction.bypass without rejection "
+        "and limits), the update measures it, over the tokens that its first optimizer step trains on; the steps of "
+        "recipe=ppo that train only the critic then lack it. The run warns above rollout.max_logprob_gap, and ends "
+        "above ten times that; not if the update measures it with actor.lora.dropout, which changes its log-probs.",
     ),
     "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term and load-balancing loss."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),

@@ -146,10 +146,10 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         float(batch.sum() + rates.prompt_tokens * batch.size) / (rates.train_tokens_per_s * setup.train_ranks)
         for batch in rows
     ]
-    # No more responses run at once than an engine has when it gets all batches that are in flight.
+    # No more responses run at once than those of the batches that may be in flight.
     most_batches = setup.lead + 1 if setup.publish == "in_flight" else 1
-    slots = min(rates.slots, rates.rows_per_step * most_batches)
-    engines = _Engines(setup.engine_ranks * slots)
+    slots = min(setup.engine_ranks * rates.slots, rates.rows_per_step * most_batches)
+    engines = _Engines(slots)
     waiting: deque[_Batch] = deque()
     now = waited_s = began = 0.0
     published: list[float] = []
@@ -183,7 +183,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     return RunForecast(
         step_s=span / (steps - _WARM_UP),
         training_idle=waited_s / span,
-        engines_idle=max(0.0, 1 - engines.busy_s / (span * setup.engine_ranks * slots)),
+        engines_idle=max(0.0, 1 - engines.busy_s / (span * slots)),
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
     )

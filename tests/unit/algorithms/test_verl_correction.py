@@ -1,6 +1,7 @@
 """Off-policy correction against numbers that verl's own functions return.
 
-`verl_rollout_correction.json` has their inputs and results. The criteria `seq_max_k1` and `binary_kl` are not verl's.
+`verl_rollout_correction.json` has their inputs and results, and names the version. That lacks `seq_max_k1`, which is
+ours, and `binary_kl`, which other versions have.
 """
 
 import json

@@ -15,7 +15,7 @@ def test_replay_needs_old_log_probs():
     assert list(expert_problems(tiny_config(actor=REPLAY))) == []
     assert list(expert_problems(tiny_config(algorithm=BYPASS))) == []
     (problem,) = expert_problems(tiny_config(actor=REPLAY, algorithm=BYPASS))
-    assert "algorithm.correction.bypass doesn't compute; set actor.moe.replay_routing=false or" in problem
+    assert "algorithm.correction.bypass doesn't compute; set actor.moe.replay_routing=false, " in problem
     (problem,) = expert_problems(tiny_config("sft", actor=REPLAY))
     assert problem.endswith("recipe=sft has no old log-probs; set actor.moe.replay_routing=false")
 

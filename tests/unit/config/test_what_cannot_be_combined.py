@@ -1,4 +1,8 @@
-"""The guide's list of settings that can't be combined: all of them are refused, by the keys to change."""
+"""The guide's list of settings that can't be combined: each is refused with the keys to change.
+
+Two rows depend on more than the configuration: experts with `compile` (tests/unit/models/test_compiled_layers.py), and
+resuming 8-bit moments on other layouts.
+"""
 
 import pytest
 
@@ -12,7 +16,10 @@ BYPASS = "algorithm.correction.bypass=true"
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        *(((COMPILED, f"actor.parallel.{name}=2"), f"actor.parallel.{name}=2 divides") for name in ("cp", "tp", "pp")),
+        *(
+            ((COMPILED, f"actor.parallel.{name}=2"), f"actor.parallel.{name}=2 divides")
+            for name in ("cp", "tp", "ep", "pp")
+        ),
         ((COMPILED, "batching.mode=dynamic"), "set batching.mode=packed or actor.compile=false"),
         ((COMPILED, "batching.mode=fixed"), "set batching.mode=packed or actor.compile=false"),
         ((COMPILED, "actor.gradient_checkpointing=selective"), "set actor.gradient_checkpointing to full or none"),
@@ -20,10 +27,14 @@ BYPASS = "algorithm.correction.bypass=true"
         ((COMPILED, "actor.lora.rank=4"), "set actor.compile=false"),
         ((SHARED, "actor.parallel.cp=2", "actor.parallel.cp_method=all_gather"), "actor.parallel.cp_method=ulysses"),
         ((SHARED, "batching.mode=fixed"), "needs batching.mode=packed"),
+        ((SHARED, "batching.mode=dynamic"), "needs batching.mode=packed"),
         ((SHARED, "batching.equal_rows=true"), "batching.share_prompts or batching.equal_rows to false"),
         ((SHARED, "batching.pad_to_multiple=2"), "needs batching.pad_to_multiple=1"),
         ((SHARED, REPLAYED), "set batching.share_prompts=false or actor.moe.replay_routing=false"),
-        ((REPLAYED, BYPASS), "set actor.moe.replay_routing=false or algorithm.correction.bypass=false"),
+        (
+            (REPLAYED, BYPASS),
+            "set actor.moe.replay_routing=false, algorithm.correction.bypass=false, or algorithm.correction.reject",
+        ),
         (("actor.optimizer.name=adamw_8bit", "actor.offload=optimizer"), "set actor.offload=none or parameters"),
     ],
 )

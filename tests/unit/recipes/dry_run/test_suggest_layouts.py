@@ -10,6 +10,7 @@ import pytest
 from rlpack.config.compose import compose
 from rlpack.config.rules import broken_rules
 from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
 from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
@@ -110,6 +111,34 @@ def test_layouts_that_shared_prompts_exclude_are_left_out():
     given = tiny_config("grpo", batching=batching, rollout=rollout, model=Model(config=MODEL | sizes), **sections)
     found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
     assert {each.layout[1] for each in found} == {1}  # gathered keys need aligned rows
+
+
+def grpo_config(max_tokens: int, parallel: Parallel) -> Config:
+    """Return a configuration whose longest row may have 64 + 136 tokens, on 4 ranks."""
+    trainer = Trainer(prompts_per_step=8, group_size=4, mini_batch_size=16)
+    placement = Placement(pools={"main": Pool(ranks=4, gpus_per_rank=1.0)}, address="auto")
+    actor = Actor(isolation_check=False, parallel=parallel)
+    sections = {"data": DATA, "trainer": trainer, "actor": actor, "placement": placement}
+    return tiny_config(
+        "grpo", batching=Batching(max_tokens=max_tokens), rollout=Rollout(max_new_tokens=136), **sections
+    )
+
+
+def test_a_layout_may_need_a_larger_budget_than_the_configured_one():
+    given = grpo_config(64, Parallel(cp=4, cp_method="all_gather"))
+    found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
+    budgets = {cp: {each.values["batching.max_tokens"] for each in found if each.layout[1] == cp} for cp in (1, 2, 4)}
+    assert budgets == {1: {256}, 2: {256, 128}, 4: {256, 128, 64}}
+
+
+def test_budgets_hold_the_longest_row_that_a_run_may_have_not_only_those_of_the_first_batch():
+    given = grpo_config(256, Parallel())
+    estimator = open_estimator(given, 80)
+    assert estimator.batch(given).longest <= 192
+    found = list(candidates(given, estimator, tflops=100.0, overhead_ms=1.0))
+    budgets = {each.values["batching.max_tokens"] for each in found if each.layout[1] == 1}
+    assert min(budgets) == 256
+    assert not [problem for each in found for problem in broken_rules(each.config)]
 
 
 def test_switches_that_the_rules_refuse_are_left_out():
