@@ -18,7 +18,7 @@ Invariants (tests/unit/recipes/driver/test_router.py):
    Routers that run at the same time share the ranks, those of earlier steps first
    (`rlpack.recipes.driver.engine_slots`);
 4. a row that fails is sent again from its seed, at most `MOST_REPEATS` times, and counted. A row fails if its response
-   can't be used. It then goes to another engine if there is one, such as the successor of its own; while that engine
+   can't be used. It then goes to another engine if there is one, such as its engine's successor; while that engine
    has no room, later groups of this generation go to others. A row also fails if its engine does. A failed engine gets
    no more rows, from this generation or another, until it is replaced: before the next generation begins, if that is
    possible then, or once no engine is left. An engine that was replaced has lost its rows in flight. If the ranks are
