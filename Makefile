@@ -109,6 +109,7 @@ VLLM_CORE := tests/golden tests/unit/batch tests/unit/models tests/unit/packing 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/vllm
 	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile $(VLLM_CORE)
+	TRITON_INTERPRET=1 $(VLLM_PYTEST) tests/unit/models/test_logit_kernels.py  # Triton is there
 
 test-vllm-core: $(VLLM_INSTALLED)
 	$(VLLM_PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/vllm

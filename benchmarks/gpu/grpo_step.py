@@ -59,7 +59,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
 
 
 def config_of(setup: Setup, run_dir: Path) -> Config:
-    """Return the configuration of a run on the task of arithmetic, with a model of 0.1 M or 110 M parameters."""
+    """Return the configuration of a run on the task of arithmetic, with a tiny model or one of 85 M parameters."""
     size = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2304}
     if setup.tiny:
         size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}

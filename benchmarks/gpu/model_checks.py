@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -20,18 +21,26 @@ _VERIFIED = Path(attention.__file__).with_name("verified.json")
 
 
 def measure(setup: Setup) -> Iterator[Figure]:
-    """Yield how many architectures pass, and a figure for each one that fails."""
+    """Yield how many architectures pass, and a figure for each one that fails.
+
+    The list of verified architectures is of one version of transformers. With another one some may fail on any device,
+    so those that fail on a CPU too don't count.
+    """
     names = ["qwen2"] if setup.tiny else packed_families()
     with one_rank(setup.device):
         failures = {name: error for name in names if (error := failure_of(name, setup.device)) is not None}
+    on_cpu = set[str]()
+    if setup.device != "cpu" and version("transformers") != json.loads(_VERIFIED.read_text("utf-8"))["transformers"]:
+        with one_rank("cpu"):
+            on_cpu = {name for name in failures if failure_of(name, "cpu") is not None}
     yield Figure(
         f"architectures whose packed rows pass all checks on {setup.device}",
         f"{len(names) - len(failures)} of {len(names)}",
-        "all",
-        not failures,
+        "all that pass on a CPU",
+        failures.keys() == on_cpu,
     )
     for name, error in failures.items():
-        yield Figure(f"{name} fails", error)
+        yield Figure(f"{name} fails" + (", on the CPU too" if name in on_cpu else ""), error)
 
 
 def packed_families() -> list[str]:

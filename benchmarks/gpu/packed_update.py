@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.gpu.figures import Figure, Setup, one_rank, synchronize
+from benchmarks.gpu.time_shares import time_shares
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Rollout
@@ -100,7 +101,7 @@ def measure_update(setup: Setup) -> Iterator[Figure]:
     peak = device_peak(setup.device, "bf16" if size.precision == "bf16" else "fp32")
     with one_rank(setup.device):
         for compiled in (False,) if setup.tiny else (False, True):  # compiling takes a CPU longer than the row may take
-            speed = first_that_fits(size, setup, Batching(max_tokens=size.tokens), compiled=compiled)
+            speed = first_that_fits(size, setup, Batching(max_tokens=size.tokens), compiled=compiled, profiled=True)
             mfu = speed.flops / speed.seconds / peak
             what = (
                 f"MFU{' of compiled layers' if compiled else ''}, {size.tokens:,} tokens a microbatch, activations "
@@ -109,6 +110,9 @@ def measure_update(setup: Setup) -> Iterator[Figure]:
             shown = f"{mfu:.1%} of {peak / 1e12:,.3g} TFLOP/s, {speed.tokens / speed.seconds:,.0f} tokens/s"
             kept = setup.judged(mfu >= MFU)
             yield Figure(what, f"{shown}, peak {speed.peak_gib:.1f} GiB", f"at least {MFU:.0%}", kept)
+            if speed.shares:
+                shares = ", ".join(f"{kind} {share:.0%}" for kind, share in speed.shares.items())
+                yield Figure("time of a step by kind of kernel", shares)
 
 
 def measure_packing(setup: Setup) -> Iterator[Figure]:
@@ -140,6 +144,7 @@ class Speed:
     microbatches: int
     checkpointing: str
     peak_gib: float
+    shares: dict[str, float]
 
 
 def lognormal_lengths(size: Size, seed: int = 0) -> np.ndarray:
@@ -155,14 +160,16 @@ def lognormal_lengths(size: Size, seed: int = 0) -> np.ndarray:
     return lengths
 
 
-def first_that_fits(size: Size, setup: Setup, batching: Batching, *, compiled: bool = False) -> Speed:
+def first_that_fits(
+    size: Size, setup: Setup, batching: Batching, *, compiled: bool = False, profiled: bool = False
+) -> Speed:
     """Return the speed with the least recomputation that the memory allows."""
     for checkpointing in COMPILED_CHECKPOINTING if compiled else CHECKPOINTING:
         # Actors of earlier settings are gone only now: FSDP's units refer to each other.
         gc.collect()
         torch.cuda.empty_cache()
         try:
-            return speed_of(size, setup, batching, checkpointing, compiled=compiled)
+            return speed_of(size, setup, batching, checkpointing, compiled=compiled, profiled=profiled)
         except torch.OutOfMemoryError:
             if checkpointing == "full":
                 raise
@@ -189,8 +196,10 @@ def tokenizer_of(words: int) -> PreTrainedTokenizerBase:
     return character_tokenizer("".join(map(chr, range(first, first + words - 3))))
 
 
-def speed_of(size: Size, setup: Setup, batching: Batching, checkpointing: str, *, compiled: bool) -> Speed:
-    """Return the speed of optimizer steps after two that warm up."""
+def speed_of(
+    size: Size, setup: Setup, batching: Batching, checkpointing: str, *, compiled: bool, profiled: bool
+) -> Speed:
+    """Return the speed of optimizer steps after two that warm up; with `profiled`, also what one more consists of."""
     config = config_of(size, setup, batching, checkpointing, compiled=compiled)
     lengths = lognormal_lengths(size)
     tokenizer = tokenizer_of(size.words)
@@ -210,6 +219,8 @@ def speed_of(size: Size, setup: Setup, batching: Batching, checkpointing: str, *
         times.append(time.perf_counter() - start)
         assert metrics["actor/skipped_steps"] == 0, "a gradient was zero or not finite"
     peak = torch.cuda.max_memory_allocated() if setup.device == "cuda" else 0
+    profiled = profiled and setup.device == "cuda"
+    shares = time_shares(lambda: actor.train_step(shard, loss, 1e-6)) if profiled else {}
     scored = int(lengths.sum()) - PROMPT * lengths.size
     return Speed(
         float(np.median(times[2:])),
@@ -218,6 +229,7 @@ def speed_of(size: Size, setup: Setup, batching: Batching, checkpointing: str, *
         int(plan.counts.shape[1]),
         checkpointing,
         peak / 2**30,
+        shares,
     )
 
 

@@ -45,7 +45,9 @@ ROWS = {
     "packing": Row("packed against padded rows", "packed_update:measure_packing", 900),
     "memory": Row("estimate of a dry run against the measured peak", "dry_run_memory:measure", 900),
     "grpo": Row("GRPO steps in one process", "grpo_step:measure", 600),
-    "train": Row("rlpack train", "train_command:measure", 900, ("hydra", "numba", "peft", "pydantic", "ray")),
+    "train": Row(
+        "the command rlpack train", "train_command:measure", 900, ("hydra", "numba", "peft", "pydantic", "ray")
+    ),
 }
 
 
@@ -89,6 +91,7 @@ def run_row(name: str, setup: Setup, deadline_s: float | None = None) -> Outcome
     command += ["--tiny"] * setup.tiny
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
+    environment["BENCH_DEADLINE_S"] = f"{limit:g}"  # of `train_command`
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,

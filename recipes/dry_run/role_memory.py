@@ -3,6 +3,7 @@
 The model is divided by the functions that ranks call (`rlpack.workers.build`), so every layout counts as it runs.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,8 @@ def role_memory(
 
     ranks = sorted({0, layout.output_ranks[0]})
     stages = [call_on_fake_rank(rank, layout.world_size, partial(simulate, rank)) for rank in ranks]
-    return max(stages, key=lambda memory: memory.peak)
+    largest = max(stages, key=lambda memory: memory.peak)
+    return replace(largest, transient=max(memory.transient for memory in stages))
 
 
 def meta_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PackedModel:

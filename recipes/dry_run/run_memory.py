@@ -55,12 +55,10 @@ class RoleMemory:
     @property
     def peak(self) -> int:
         """Return the peak number of bytes on the device during a call."""
-        memory, parts = self.model, self.model.at_peak
-        passes = sum(parts.values())
-        if self.offload != "parameters":
-            return max(passes - self.host, memory.step - self.host, self.kept)
-        # Sums of gradients go to host memory; until the last microbatch, whole gradients add up on the device.
-        return passes - memory.weights - memory.optimizer - min(parts.get("gradients", 0), memory.gradients)
+        memory = self.model
+        if self.offload == "parameters":
+            return memory.transient
+        return max(sum(memory.at_peak.values()) - self.host, memory.step - self.host, self.kept)
 
 
 @dataclass(frozen=True)

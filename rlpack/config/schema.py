@@ -340,7 +340,7 @@ class Logger(Section):
 class Checkpoint(Section):
     """Resumable state."""
 
-    every: Count = Field(default=20, description="Rollout steps between checkpoints; the last step is always saved.")
+    every: Count = Field(default=20, description="Steps between checkpoints, warm-up included; the last is saved, too.")
     keep: Count = Field(default=2, description="How many of the newest checkpoints to keep.")
     asynchronous: bool = Field(
         default=False,

@@ -331,14 +331,11 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, r
     """Call torch's varlen attention on [T, H, D], whose causal mask is that of flash-attn."""
     keys = packed if packed.keys is None else packed.keys.segments
     function, parameters = _torch_varlen_function()
-    repeats = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {}
     if "num_splits" in parameters:
         options["num_splits"] = 1  # a row's result doesn't depend on the longest row
-    if "enable_gqa" in parameters:
-        options["enable_gqa"] = repeats > 1
-    elif repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if "enable_gqa" in parameters:  # where it is missing, fewer key heads than query heads are never refused
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     return function(
         query.contiguous(),
         key.contiguous(),

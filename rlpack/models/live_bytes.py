@@ -31,6 +31,8 @@ class LiveBytes(TorchDispatchMode):
         now: live bytes by use.
         at_peak: the same when their sum was largest.
         most: maximum live bytes of each use, possibly at different times.
+        transient_peak: the most live bytes at one time apart from weights and this rank's sums of gradients, which
+            `offload=parameters` keeps in host memory.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,8 @@ class LiveBytes(TorchDispatchMode):
         self.now: Counter[Use] = Counter()
         self.at_peak: Counter[Use] = Counter()
         self.most: Counter[Use] = Counter()
-        self._total = self._peak = 0
+        self._total = self._peak = self.transient_peak = 0
+        self._sums: dict[int, int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Use]] = {}
 
     def __enter__(self) -> "LiveBytes":
@@ -69,8 +72,12 @@ class LiveBytes(TorchDispatchMode):
                 self._add(output.untyped_storage(), None)
         for tensor, use in _of_fsdp(func, args, kwargs, outputs):
             self._add(tensor.untyped_storage(), use)
+        if _is_sum_of_gradients(func, args):
+            self._sums[id(args[0].untyped_storage())] = args[0].untyped_storage().nbytes()
         if self._total > self._peak:
             self._peak, self.at_peak = self._total, self.now.copy()
+        transient = self._total - self.now["weights"] - sum(self._sums.values())
+        self.transient_peak = max(self.transient_peak, transient)
         return outputs
 
     @contextmanager
@@ -110,6 +117,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         _, size, use = self._live.pop(key)
+        self._sums.pop(key, None)
         self.now[use] -= size
         self._total -= size
 
@@ -121,6 +129,13 @@ def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *r
         return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
     shape = [left.shape[-2], right.shape[-1]]
     return left.new_empty([left.shape[0], *shape] if left.ndim == right.ndim == 3 else shape)
+
+
+def _is_sum_of_gradients(func: Any, args: Any) -> bool:
+    """Return whether FSDP2 takes a weight's gradient out of the flat sum for a unit, which it then keeps."""
+    if func is not torch.ops.aten.as_strided.default or args[0].ndim != 1 or args[0].dtype != torch.float32:
+        return False
+    return torch._C._current_graph_task_id() != -1  # in a forward pass, it takes gathered weights out of a unit's
 
 
 def _of_fsdp(func: Any, args: Any, kwargs: Any, outputs: Any) -> Iterator[tuple[Tensor, Use]]:

@@ -80,7 +80,7 @@ def build_causal_lm(
     if model.path is None:
         config = new_config(model, vocab_size=vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also set the generators of all GPUs
             built = build_from_config(config, attention_name, f"model.config ({config.model_type})")
     else:
         if model.config:

@@ -6,6 +6,10 @@ a plain `log_softmax` with its backward. Here logits exist for one chunk at a ti
 Letters: T tokens, V vocabulary size, d hidden size, C tokens of one chunk.
 """
 
+import functools
+import importlib.util
+import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +19,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpack.models.cpu_products import matmul_transposed
-from rlpack.models.kernel_device import kernel_device
+from rlpack.models.kernel_device import is_simulated, kernel_device
 from rlpack.models.weight_split import VocabularyPart
+
+logger = logging.getLogger(__name__)
 
 # Upper bound on the logits that exist at one time (128 MiB in fp32), regardless of `chunk`: 1,024 tokens suit a
 # vocabulary of 32,000, but would take five times the memory for one of 152,000, at no gain.
 MAX_LOGITS = 2**25
-# On GPUs this many times as much (512 MiB). Each chunk reads the weight and adds to its gradient, V·d numbers both.
-# With the 220 tokens of a vocabulary of 152,000 that takes longer than the product (on an H100, below about 300).
+# On GPUs this many times as much. Each chunk reads the weight and adds to its gradient, V·d numbers both. With the 220
+# tokens of a vocabulary of 152,000 that takes longer than the product (on an H100, below about 300).
 GPU_FACTOR = 4
+# With Triton's kernels, which need one buffer of logits in the dtype of the hidden states, not two in fp32.
+KERNEL_FACTOR = 8
+_KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class _Head:
     chunk: int
     entropy: bool
     part: VocabularyPart | None
+    has_kernels: bool = False
 
     def largest(self, logits: Tensor) -> Tensor:
         """Return each token's largest logit over the vocabulary, [C, 1]."""
@@ -55,9 +65,13 @@ class _Head:
         """Return the column of each label's logit, [C, 1], and which labels have none on this rank; None for none."""
         if self.part is None:
             return labels[:, None], None
-        columns = labels - self.part.start
+        columns = self.own_columns(labels)
         others = (columns < 0) | (columns >= num_logits)
         return columns.masked_fill(others, 0)[:, None], others
+
+    def own_columns(self, labels: Tensor) -> Tensor:
+        """Return the column of each label's logit, [C], which another rank may have."""
+        return labels if self.part is None else labels - self.part.start
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits [C, V] of one chunk, in fp32 or higher precision."""
@@ -88,20 +102,14 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, normalizers, means = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
-            logits = head.logits(hidden[part], weight, bias)
-            label_logits = _at_labels(logits, labels[part], head)
-            # logsumexp by hand, so that one buffer serves logits, exponentials and the entropy's mean.
-            top = head.largest(logits)
-            logits.sub_(top)
-            if head.entropy:
-                weights = logits.exp()
-                total, mean, label_logits = head.total(weights.sum(1), weights.mul_(logits).sum(1), label_logits)
-                means[part] = mean / total + top[:, 0]
-                del weights
+            if head.has_kernels:
+                sums = _sums_by_kernel(matmul_transposed(hidden[part], weight), labels[part], head)
             else:
-                total, label_logits = head.total(logits.exp_().sum(1), label_logits)
-            del logits
-            normalizers[part] = total.log() + top[:, 0]
+                sums = _sums(head.logits(hidden[part], weight, bias), labels[part], head)
+            top, total, mean, label_logits = sums
+            if head.entropy:
+                means[part] = mean / total + top
+            normalizers[part] = total.log() + top
             logprobs[part] = label_logits - normalizers[part]
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, means)
         ctx.head = head
@@ -114,7 +122,8 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, labels, normalizers, means = ctx.saved_tensors
-        head, (by_logprob, by_entropy) = ctx.head, gradients
+        head: _Head = ctx.head
+        by_logprob, by_entropy = gradients
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks accumulate in fp32 even when the weights are not.
@@ -122,20 +131,12 @@ class _LinearLogprobs(torch.autograd.Function):
         bias_gradient = bias.new_zeros(bias.shape, dtype=normalizers.dtype) if wants_bias else None
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
-            logits = head.logits(hidden[part], weight, bias)
-            # With p = softmax(x): d logprob / dx = onehot - p and d entropy / dx = -p·(x - Σ p·x).
-            gradient = (logits - normalizers[part, None]).exp_()
-            if head.entropy:
-                # The soft cap needs the logits again; without one, their buffer is free.
-                factor = logits.clone() if head.softcap is not None else logits
-                factor.sub_(means[part, None]).mul_(by_entropy[part, None]).add_(by_logprob[part, None])
-                gradient.mul_(factor).neg_()
-                del factor
+            terms = (normalizers[part], means[part], by_logprob[part], by_entropy[part])
+            if head.has_kernels:
+                gradient = matmul_transposed(hidden[part], weight)
+                _replace_by_kernel(gradient, labels[part], *terms, head)
             else:
-                gradient.mul_(by_logprob[part, None]).neg_()
-            _add_at_labels(gradient, labels[part], by_logprob[part], head)
-            gradient = head.softcap_backward(gradient, logits)
-            del logits
+                gradient = _gradient(head.logits(hidden[part], weight, bias), labels[part], *terms, head)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
@@ -145,6 +146,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 weight_gradient.addmm_(gradient.t(), hidden[part])
             elif weight_gradient is not None:
                 weight_gradient += gradient.t() @ hidden[part]
+            del gradient  # or it would live until the next chunk has its own
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -152,6 +154,116 @@ class _LinearLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _sums(logits: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what a chunk's results need to know of its logits [C, V].
+
+    With x a token's logits and m the largest: m, Σ exp(x − m), Σ exp(x − m)·(x − m) and the label's x, each [C]. The
+    logits' buffer is used for the exponentials. Without entropies the third is 0.
+    """
+    label_logits = _at_labels(logits, labels, head)
+    top = head.largest(logits)
+    logits.sub_(top)
+    if not head.entropy:
+        total, label_logits = head.total(logits.exp_().sum(1), label_logits)
+        return top[:, 0], total, torch.zeros_like(total), label_logits
+    weights = logits.exp()
+    total, mean, label_logits = head.total(weights.sum(1), weights.mul_(logits).sum(1), label_logits)
+    return top[:, 0], total, mean, label_logits
+
+
+def _sums_by_kernel(logits: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return like `_sums`, from logits [C, V] in the dtype of the hidden states, before soft cap and temperature."""
+    if is_simulated():
+        top, total, mean, label_logits = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(4))
+    else:
+        top, total, mean, label_logits = _kernels(logits.device.type).sum_up(
+            *(logits, head.own_columns(labels)),
+            softcap=head.softcap,
+            temperature=head.temperature,
+            entropy=head.entropy,
+            missing=math.nan if head.part is None else 0.0,  # a label of no rank must not be trained on
+        )
+    if head.part is not None:
+        own, top = top, head.largest(top[:, None])[:, 0]
+        # A rank without columns has no largest logit.
+        shift, scale = (torch.where(total > 0, terms, 0.0) for terms in (total * (own - top), (own - top).exp()))
+        total, mean, label_logits = head.total(scale * total, scale * (mean + shift), label_logits)
+    return top, total, mean, label_logits
+
+
+def _gradient(
+    logits: Tensor,
+    labels: Tensor,
+    normalizers: Tensor,
+    means: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor,
+    head: _Head,
+) -> Tensor:
+    """Return the gradient of hidden·weightᵀ + bias, [C, V]; the buffer of the logits may be used for another purpose.
+
+    With p = softmax(x): d logprob / dx = onehot - p and d entropy / dx = -p·(x - Σ p·x).
+    """
+    gradient = (logits - normalizers[:, None]).exp_()
+    if head.entropy:
+        # The soft cap needs the logits again; without one, their buffer is free.
+        factor = logits.clone() if head.softcap is not None else logits
+        factor.sub_(means[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
+        gradient.mul_(factor).neg_()
+    else:
+        gradient.mul_(by_logprob[:, None]).neg_()
+    _add_at_labels(gradient, labels, by_logprob, head)
+    return head.softcap_backward(gradient, logits)
+
+
+def _replace_by_kernel(
+    logits: Tensor,
+    labels: Tensor,
+    normalizers: Tensor,
+    means: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor,
+    head: _Head,
+) -> None:
+    """Replace hidden·weightᵀ, [C, V], by its gradient in place, like `_gradient`."""
+    if is_simulated():
+        return
+    _kernels(logits.device.type).replace_by_gradients(
+        *(logits, head.own_columns(labels), normalizers, means, by_logprob, by_entropy),
+        softcap=head.softcap,
+        temperature=head.temperature,
+        entropy=head.entropy,
+    )
+
+
+@functools.cache
+def _kernels(device_type: str) -> Any:
+    """Return the module of Triton's kernels; None if Triton is missing or can't run them, with a warning."""
+    if importlib.util.find_spec("triton") is None:  # it is installed with PyTorch for CUDA
+        return None
+    try:
+        from rlpack.models import logit_kernels
+
+        logits = torch.zeros(1, 2, device=device_type)
+        columns = torch.zeros(1, dtype=torch.int64, device=device_type)
+        logit_kernels.sum_up(logits, columns, softcap=None, temperature=1.0, entropy=True, missing=0.0)
+    except Exception as error:  # noqa: BLE001 - Triton's own, those of its compiler, and those of the C compiler
+        logger.warning(
+            "Triton can't run the kernels for log-probs, so PyTorch's operations are used, which take longer: %s; "
+            "Triton needs a C compiler and Python's headers",
+            error,
+        )
+        return None
+    return logit_kernels
+
+
+def _has_kernels(hidden: Tensor, bias: Tensor | None) -> bool:
+    """Return whether Triton's kernels compute with these inputs. Heads with a bias are rare, and have none."""
+    if bias is not None or kernel_device(hidden) != "cuda" or hidden.dtype not in _KERNEL_DTYPES:
+        return False
+    return is_simulated() or _kernels(hidden.device.type) is not None
 
 
 def _at_labels(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
@@ -187,9 +299,10 @@ def linear_logprobs(  # noqa: PLR0913 - the options of one formula
 
     The distribution is softmax(logits / temperature), with logits = hidden · weightᵀ + bias, capped to
     softcap · tanh(logits / softcap) if a soft cap is given. [T, V] never exists: memory is two to three times the
-    logits of min(chunk, 2²⁵ / V) tokens (2²⁷ / V on a GPU), plus the weight's gradient. Both results are differentiable
-    once with respect to hidden, weight and bias. Zero tokens give empty results that are still part of the graph, with
-    gradients of exactly zero.
+    logits of min(chunk, 2²⁵ / V) tokens in fp32 (2²⁷ / V on a GPU), plus the weight's gradient. On a GPU with Triton
+    and without a bias, it is the logits of min(chunk, 2²⁸ / V) tokens in the dtype of hidden. Both results are
+    differentiable once with respect to hidden, weight and bias. Zero tokens give empty results that are still part of
+    the graph, with gradients of exactly zero.
 
     Args:
         hidden: [T, d].
@@ -218,8 +331,10 @@ def linear_logprobs(  # noqa: PLR0913 - the options of one formula
         raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    most = MAX_LOGITS * (GPU_FACTOR if kernel_device(hidden) == "cuda" else 1)
+    has_kernels = _has_kernels(hidden, bias)
+    factor = KERNEL_FACTOR if has_kernels else GPU_FACTOR if kernel_device(hidden) == "cuda" else 1
+    most = MAX_LOGITS * factor
     # Ranks with fewer rows than others make the same chunks.
     chunk = max(1, min(chunk, most // (weight.shape[0] if part is None else part.most)))
-    head = _Head(temperature, softcap, chunk, entropy, part)
+    head = _Head(temperature, softcap, chunk, entropy, part, has_kernels)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, head)  # pyright: ignore[reportReturnType]

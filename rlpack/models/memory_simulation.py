@@ -92,6 +92,8 @@ class ModelMemory:
         at_peak: live bytes by use at the peak of a pass over microbatches, including weights and optimizer.
         most: maximum live bytes of each use, possibly at different times.
         step: peak of live bytes in the optimizer's step.
+        transient: peak of a pass apart from weights, optimizer and gradients that are kept, which `offload=parameters`
+            leaves on a GPU.
     """
 
     weights: int
@@ -100,6 +102,7 @@ class ModelMemory:
     at_peak: Mapping[Use, int]
     most: Mapping[Use, int]
     step: int
+    transient: int
 
     @property
     def kept(self) -> int:
@@ -159,7 +162,7 @@ def simulate_update(
         at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
         most = dict(live.most)
     step = weights + gradients + state + step_bytes(trained, settings, model.offload)
-    return ModelMemory(weights, state, gradients, at_peak, most, step)
+    return ModelMemory(weights, state, gradients, at_peak, most, step, live.transient_peak)
 
 
 def _num_microbatches(stage: StageLink | None, several: bool) -> int:
@@ -181,7 +184,9 @@ def simulate_forward(
         model.eval()
         _forward(model, microbatch, live, entropy=entropy)
         reshard(model)
-        return ModelMemory(live.now["weights"], 0, 0, dict(live.at_peak), dict(live.most), 0)
+        return ModelMemory(
+            live.now["weights"], 0, 0, dict(live.at_peak), dict(live.most), step=0, transient=live.transient_peak
+        )
 
 
 def with_forward(update: ModelMemory, forward: ModelMemory) -> ModelMemory:
@@ -189,6 +194,7 @@ def with_forward(update: ModelMemory, forward: ModelMemory) -> ModelMemory:
 
     While such a pass runs, the gradients of the last step and the optimizer's state are kept.
     """
+    update = replace(update, transient=max(update.transient, forward.transient))
     passes: dict[Use, int] = {**forward.at_peak, "optimizer": update.optimizer, "gradients": update.gradients}
     if sum(passes.values()) <= sum(update.at_peak.values()):
         return update

@@ -244,8 +244,11 @@ def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device
             running, sampled = running[kept.numpy()], sampled[kept.to(device)]
         if position + 1 < limit:
             logits = decoder.step(sampled)
-    for position, (rows, scores) in enumerate(steps):
-        logprobs[rows, position] = scores.numpy(force=True)
+    # One transfer for all steps.
+    every = torch.cat([scores for _, scores in steps]).numpy(force=True)
+    ends = np.cumsum([len(rows) for rows, _ in steps])
+    for position, (rows, _) in enumerate(steps):
+        logprobs[rows, position] = every[ends[position] - len(rows) : ends[position]]
     return _Responses(tokens, logprobs, lengths, stopped, last)
 
 

@@ -9,6 +9,8 @@ EASY = (
     "data.generator.validation_size=2",
     "rollout.max_new_tokens=12",
 )
+# A reward that differs among the responses of a model that has hardly been trained.
+FIRST_CHARACTER = ("reward.function=rlpack.rewards.functions:matches", "reward.arguments.pattern='^[0-9+]'")
 # Responses of unlike lengths, two passes over each rollout batch with different mini-batches, and a short warm-up.
 UNEVEN = (
     "data.generator.min_operands=1",

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +41,14 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A suite that a shell started in the background ignores Ctrl-C, and so would its children.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
+
+
+def heed_signals() -> None:
+    """Undo what a shell in the background or `nohup` sets for a suite, and so for its children: to ignore signals."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def printed_until(process: "subprocess.Popen[str]", last: str) -> str:

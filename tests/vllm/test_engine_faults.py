@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.commands import DEADLINE_S, Command, done, records, started, started_words, until, without_times
-from tests.end_to_end.settings import UNEVEN
+from tests.end_to_end.settings import FIRST_CHARACTER, UNEVEN
 from tests.vllm.corrupting_rollout import RANK, VERSION
 from tests.vllm.engines import engine_processes
 
@@ -20,6 +20,7 @@ STEPS, TIMEOUT_S = 4, 10
 ENGINES = ("placement=two_pools", "placement.pools.engines.ranks=2")
 OVERRIDES: Sequence[str] = (
     *UNEVEN,
+    *FIRST_CHARACTER,
     *ENGINES,
     "rollout=vllm",
     f"rollout.request_timeout_s={TIMEOUT_S}",
@@ -46,7 +47,10 @@ def without_faults(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    return done(tmp_path_factory.mktemp("whole"), *OVERRIDES, ranks=1)
+    command = done(tmp_path_factory.mktemp("whole"), *OVERRIDES, ranks=1)
+    trained = [record for record in records(command.run_dir) if record["phase"] == "train"]
+    assert all(record["actor/grad_norm"] > 0 for record in trained), "without updates, every run is the undisturbed one"
+    return command
 
 
 def test_a_run_with_an_engine_that_hangs_waits_for_it_once_and_is_the_undisturbed_run(whole: Command, tmp_path: Path):

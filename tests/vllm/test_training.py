@@ -22,12 +22,13 @@ from tests.end_to_end.commands import (
     until,
     without_times,
 )
-from tests.end_to_end.settings import UNEVEN
+from tests.end_to_end.settings import FIRST_CHARACTER, UNEVEN
 from tests.end_to_end.test_running_ahead import figures
 
 STEPS = 3
 OVERRIDES: Sequence[str] = (
     *UNEVEN,
+    *FIRST_CHARACTER,
     "rollout=vllm",
     "rollout.max_new_tokens=20",
     "rollout.kv_cache_gb=0.05",
@@ -62,6 +63,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Command:
 def test_every_step_is_trained_and_logged_once(whole: Command, resumed: Command):
     for run in (whole, resumed):
         assert steps(run.run_dir, "train") == list(range(1, STEPS + 1))
+
+
+def test_every_step_changes_the_weights(whole: Command):
+    assert all(record["actor/grad_norm"] > 0 for record in records(whole.run_dir) if record["phase"] == "train")
 
 
 def test_every_metric_is_that_of_the_uninterrupted_run(whole: Command, resumed: Command):

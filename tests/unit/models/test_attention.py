@@ -195,4 +195,4 @@ def test_torch_kernels_options_follow_the_installed_version(monkeypatch):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         module._torch_varlen(*flat, packed, rules)
     module._torch_varlen_function.cache_clear()
-    assert calls == [{"heads": 2, "enable_gqa": True, "num_splits": 1}, {"heads": 4}]
+    assert calls == [{"heads": 2, "enable_gqa": True, "num_splits": 1}, {"heads": 2}]

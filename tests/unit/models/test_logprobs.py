@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,6 +137,32 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch, chunk: int, m
     with LargestTensor() as seen:
         naive(hidden, weight, labels)
     assert seen.numel == 64 * 100
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the storages of at least some size that are alive at the same time."""
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__()
+        self.least_bytes, self.most, self.alive = least_bytes, 0, set[int]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage() if isinstance(out, Tensor) else None
+        if storage is not None and storage.nbytes() >= self.least_bytes and storage._cdata not in self.alive:
+            self.alive.add(storage._cdata)
+            weakref.finalize(storage, self.alive.discard, storage._cdata)
+            self.most = max(self.most, len(self.alive))
+        return out
+
+
+@pytest.mark.parametrize(("entropy", "softcap", "most"), [(True, None, 2), (False, None, 2), (True, 3.0, 3)])
+def test_few_chunks_of_logits_exist_at_one_time(entropy: bool, softcap: float | None, most: int):
+    hidden, weight, _, labels = case(tokens=32, words=100, size=1)
+    with LiveTensors(8 * 100 * hidden.element_size()) as seen:
+        logprobs, entropies = linear_logprobs(hidden, weight, labels, chunk=8, softcap=softcap, entropy=entropy)
+        (logprobs.sum() + entropies.sum()).backward()
+    assert seen.most == most
 
 
 def test_chunks_are_larger_on_a_gpu(monkeypatch):

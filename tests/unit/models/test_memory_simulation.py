@@ -235,6 +235,31 @@ def test_live_bytes_follow_storages():
         assert live.now["gathered"] == 80
 
 
+def test_weights_and_sums_of_gradients_are_not_transient():
+    with LiveBytes() as live:
+        weight = torch.zeros(1000)
+        leaf, kept = torch.zeros(1, requires_grad=True), []
+
+        def reduce(gradient: torch.Tensor) -> None:  # as FSDP2 takes a weight's gradient out of a unit's sum
+            total = torch.zeros(500)
+            kept.append(torch.as_strided(total, (50, 10), (10, 1), 0))
+            kept.append(torch.zeros(300))
+
+        leaf.register_hook(reduce)
+        with live.using("output_layer"):
+            leaf.sum().backward()
+    few = 100  # the leaf, its gradient and their like
+    assert 4 * 500 <= live.transient_peak < 4 * 500 + few
+    assert 4 * (1000 + 500 + 300) <= sum(live.at_peak.values()) < 4 * (1000 + 500 + 300) + few
+    assert [len(weight), len(kept)] == [1000, 2]
+
+
+def test_with_offloaded_parameters_another_layer_costs_a_gpu_only_its_input():
+    few, many = (update(ParallelLayout(), kind="full", layers=layers) for layers in (2, 6))
+    assert many.transient - few.transient == 4 * 4 * HIDDEN * ROW.slots
+    assert many.peak - few.peak > 4 * 4 * (2 * HIDDEN**2 + HIDDEN**2 + 3 * HIDDEN * INNER)
+
+
 def test_rows_that_share_a_prompt_keep_its_keys_and_values_for_each_of_them():
     shared = replace(ROW, prompt=32, group=4)
     packed = shared.inputs().packed

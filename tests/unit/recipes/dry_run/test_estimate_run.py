@@ -131,7 +131,7 @@ def test_what_does_not_fit_names_keys_that_help(capsys: pytest.CaptureFixture[st
 
 def test_if_no_change_is_enough_the_best_ones_are_named():
     def run(size: int) -> RunMemory:
-        kept = ModelMemory(size, 0, 0, {"weights": size}, {"weights": size}, 0)
+        kept = ModelMemory(size, 0, 0, {"weights": size}, {"weights": size}, 0, 0)
         pool = PoolMemory("main", 2, on_gpu=True, limit=2 * 10**9, roles={"actor": RoleMemory(kept)}, engine=None)
         return RunMemory((pool,), store=0, host_limit=None)
 
