@@ -8,6 +8,7 @@ both stacks, outermost function first, without the functions of Ray and Python.
 """
 
 import argparse
+import functools
 import inspect
 import sys
 import tempfile
@@ -171,11 +172,18 @@ def _calls_sent(method: str) -> Iterator[list[tuple[str, ...]]]:
 
 def _place(code: CodeType) -> str | None:
     """Return `file:name` of a function of rlpack, None for any other."""
-    path = Path(code.co_filename).resolve()  # workers and recipes are reached through links, too
+    file = _file(code.co_filename)
+    return None if file is None else f"{file}:{code.co_qualname}"
+
+
+@functools.cache
+def _file(name: str) -> str | None:
+    """Return the path of a file of rlpack from the root, None for any other; called for every function call."""
+    path = Path(name).resolve()  # workers and recipes are reached through links, too
     if not path.is_relative_to(ROOT):
         return None
     inside = path.relative_to(ROOT)
-    return f"{inside}:{code.co_qualname}" if inside.parts[0] in PACKAGES else None
+    return str(inside) if inside.parts[0] in PACKAGES else None
 
 
 if __name__ == "__main__":
