@@ -47,7 +47,8 @@ RUNS: dict[Setup, tuple[str, ...]] = {
     Setup(1, "drain", 1, 2): (*APART, "placement.pools.main.ranks=2"),
     Setup(1, "drain", 2, 1): (*APART, "placement.pools.engines.ranks=2"),
 }
-VLLM = (*APART, "algorithm.kl_coef=0", "rollout=vllm", "rollout.kv_cache_gb=0.3")
+# The model has 514 positions, 450 of them for a response.
+VLLM = (*APART, "algorithm.kl_coef=0", "rollout=vllm", "rollout.kv_cache_gb=0.3", "data.max_prompt_tokens=64")
 IN_FLIGHT: dict[Setup, tuple[str, ...]] = {
     Setup(1, "drain", 1, 1): VLLM,
     Setup(1, "in_flight", 1, 1): (*VLLM, "rollout.publish=in_flight"),

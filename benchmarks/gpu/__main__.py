@@ -6,8 +6,9 @@
     python -m benchmarks.gpu --device cpu --tiny     # that the benchmark itself works, without a GPU; prints only
 
 From the root of a checkout, `python -m benchmarks.gpu` needs no installation of rlpack: PyTorch, transformers, NumPy
-and Numba, pydantic and peft suffice for all rows but `train`, which also needs Ray and Hydra; `kernels` and `logprobs`
-need only PyTorch and transformers. A row whose packages are missing is reported as failed, with their names.
+and Numba, pydantic and peft suffice for all rows but `train`, which also needs Ray, Hydra and psutil; `kernels` and
+`logprobs` need only PyTorch and transformers. A row whose packages are missing is reported as failed, with their
+names.
 
 Rows: kernels, checks, logprobs, update, packing, memory, grpo, train. Each runs in a separate process, so that memory
 is free again and a crash or a hang ends only that row. Exits with 1 if a row failed or missed a bar; everything is

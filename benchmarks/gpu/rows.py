@@ -46,7 +46,10 @@ ROWS = {
     "memory": Row("estimate of a dry run against the measured peak", "dry_run_memory:measure", 900),
     "grpo": Row("GRPO steps in one process", "grpo_step:measure", 600),
     "train": Row(
-        "the command rlpack train", "train_command:measure", 900, ("hydra", "numba", "peft", "pydantic", "ray")
+        "the command rlpack train",
+        "train_command:measure",
+        900,
+        ("hydra", "numba", "peft", "psutil", "pydantic", "ray"),
     ),
 }
 

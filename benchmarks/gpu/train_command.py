@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from benchmarks.gpu.figures import Figure, Setup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +58,8 @@ def measure(setup: Setup) -> Iterator[Figure]:
 
 def exit_code(command: list[str], errors: Path) -> int | None:
     """Run a command to its end, its errors in a file; None if it was killed at the deadline, with its descendants."""
-    limit = SHARE * float(os.environ.get(DEADLINE, "600"))
+    passed = time.time() - psutil.Process().create_time()
+    limit = max(1.0, SHARE * float(os.environ.get(DEADLINE, "600")) - passed)
     with errors.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
         try:
@@ -64,7 +67,7 @@ def exit_code(command: list[str], errors: Path) -> int | None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # it ends Ray
             with suppress(subprocess.TimeoutExpired):
-                process.wait(0.05 * limit)
+                process.wait(0.1 * limit)
             return None
         finally:
             with suppress(ProcessLookupError):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpack.observe.trace import read_spans
 from tests.end_to_end.commands import (
     DEADLINE_S,
     Command,
@@ -67,6 +68,14 @@ def test_every_step_is_trained_and_logged_once(whole: Command, resumed: Command)
 
 def test_every_step_changes_the_weights(whole: Command):
     assert all(record["actor/grad_norm"] > 0 for record in records(whole.run_dir) if record["phase"] == "train")
+
+
+def test_the_first_group_is_scored_while_others_are_sampled(whole: Command):
+    driver, *ranks = read_spans(whole.run_dir)
+    for batch in [span for span in driver.spans if span.name == "generate"]:
+        inside = [one for rank in ranks for one in rank.spans if batch.begin_us <= one.begin_us < batch.end_us]
+        sampled, scored = ([one for one in inside if one.kind == kind] for kind in ("generation", "scoring"))
+        assert min(one.begin_us for one in scored) < max(one.end_us for one in sampled)
 
 
 def test_every_metric_is_that_of_the_uninterrupted_run(whole: Command, resumed: Command):
