@@ -32,11 +32,13 @@ class RunRates(NamedTuple):
         lengths: tokens of each response, int64 [N].
         rates: of generation, training and publication.
         train_ranks: the ranks that trained; None if the rates are not those of a run.
+        token_s_of_batches: whether the time of a token was measured while one batch at a time was generated.
     """
 
     lengths: np.ndarray
     rates: Rates
     train_ranks: int | None = None
+    token_s_of_batches: bool = False
 
 
 def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
@@ -72,6 +74,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     train_s = statistics.median(
         one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
     )
+    is_of_batches = token_s is None and not _is_in_flight(config)
     if token_s is None and _is_in_flight(config):
         token_s = _token_s_of_engines(run_dir, config)
     elif token_s is None:
@@ -87,7 +90,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         rows_per_step=rows,
         score_s=sum(_median(steps, name) for name in _SCORING),
     )
-    return RunRates(responses, rates, train_ranks)
+    return RunRates(responses, rates, train_ranks, is_of_batches)
 
 
 def late_window(run_dir: Path) -> int:

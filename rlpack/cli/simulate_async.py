@@ -79,7 +79,7 @@ def _simulate(given: argparse.Namespace) -> None:
     limit = None
     if given.max_staleness is not None:
         limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
-    lengths, own_rates, trained_on = _lengths_and_rates(given)
+    lengths, own_rates, trained_on, is_of_batches = _lengths_and_rates(given)
     rates, ranks = _with_options(own_rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
     print(
@@ -118,6 +118,11 @@ def _simulate(given: argparse.Namespace) -> None:
             f"tokens/s a rank were measured on {counted(trained_on, 'training rank')}, and are assumed to be the same "
             f"on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare with a "
             "short run of the setup"
+        )
+    if is_of_batches and setup.publish == "in_flight":
+        print(
+            "milliseconds per token were measured while one batch at a time was generated; with in_flight, more "
+            "responses are generated at a time, and a token may take longer, so compare with a short run of the setup"
         )
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
 

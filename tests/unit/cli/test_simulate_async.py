@@ -137,6 +137,23 @@ def test_a_forecast_for_other_ranks_than_the_runs_says_so(tmp_path: Path, capsys
         assert (said in capsys.readouterr().out) == is_said
 
 
+@pytest.mark.parametrize(("publish", "words", "is_said"), [
+    ("drain", (), True), ("drain", ("--token-ms", "50"), False), ("in_flight", (), False),
+])  # fmt: skip
+def test_a_forecast_of_in_flight_from_batches_drawn_one_at_a_time_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], publish: str, words: tuple[str, ...], is_said: bool
+):
+    in_flight_run(tmp_path)
+    config = tmp_path / CONFIG
+    config.write_text(config.read_text().replace("publish: in_flight", f"publish: {publish}"))
+    metrics = tmp_path / METRICS
+    metrics.write_text(metrics.read_text().replace('"time/step_s": 5.5', '"time/step_s": 5.5, "time/generate_s": 3.0'))
+    assert simulate(str(tmp_path), "--ranks", "3", "--leads", "2", *words) == 0
+    out = capsys.readouterr().out
+    assert "best: lead 2, in_flight" in out
+    assert ("measured while one batch at a time was generated; with in_flight, more responses" in out) == is_said
+
+
 def test_ranks_that_share_rows_count_as_training_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     in_flight_run(tmp_path)
     config = tmp_path / CONFIG
