@@ -246,9 +246,11 @@ def _kernels(device_type: str) -> Any:
     try:
         from rlpack.models import logit_kernels
 
-        logits = torch.zeros(1, 2, device=device_type)
+        logits, terms = torch.zeros(1, 2, device=device_type), torch.zeros(4, 1, device=device_type)
         columns = torch.zeros(1, dtype=torch.int64, device=device_type)
-        logit_kernels.sum_up(logits, columns, softcap=None, temperature=1.0, entropy=True, missing=0.0)
+        options: dict[str, Any] = {"softcap": None, "temperature": 1.0, "entropy": True}
+        logit_kernels.sum_up(logits, columns, missing=0.0, **options)
+        logit_kernels.replace_by_gradients(logits, columns, *terms, **options)
     except Exception as error:  # noqa: BLE001 - Triton's own, those of its compiler, and those of the C compiler
         logger.warning(
             "Triton can't run the kernels for log-probs, so PyTorch's operations are used, which take longer: %s; "

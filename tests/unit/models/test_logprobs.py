@@ -173,6 +173,16 @@ def test_chunks_are_larger_on_a_gpu(monkeypatch):
     assert seen.numel == module.GPU_FACTOR * 300
 
 
+def test_where_triton_cannot_run_pytorch_computes_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: object())  # installed, but there is no GPU
+    module._kernels.cache_clear()
+    try:
+        assert module._kernels("cpu") is None
+    finally:
+        module._kernels.cache_clear()
+    assert "Triton can't run the kernels for log-probs, so PyTorch's operations are used" in caplog.text
+
+
 @pytest.mark.parametrize(("options", "message"), [({"temperature": 0.0}, "temperature"), ({"chunk": 0}, "chunk")])
 def test_invalid_settings_are_named(options: dict, message: str):
     hidden, weight, _, labels = case(tokens=2, words=3, size=2)
