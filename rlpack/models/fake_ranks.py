@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
 from rlpack.background_call import BackgroundCall
@@ -40,6 +41,10 @@ def call_on_fake_rank(rank: int, num_ranks: int, function: Callable[[], T]) -> T
         finally:
             dist.destroy_process_group()
 
+    # On a machine without a GPU, PyTorch for CUDA installs a stand-in for the GPU with the first fake tensors of a
+    # process. It is freed with their thread (PyTorch 2.11), and fake tensors in another thread crash the process.
+    with FakeTensorMode():
+        pass
     running = BackgroundCall(call, name="fake-rank")
     if not running.wait(_DEADLINE_S):
         raise TimeoutError(f"a simulated rank has not finished within {_DEADLINE_S:g} s")
