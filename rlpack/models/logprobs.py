@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,15 @@ class _Head:
         return gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
 
 
+class _Terms(NamedTuple):
+    """What a chunk's gradient needs besides its logits, each [C]: results of the forward pass, and their gradients."""
+
+    normalizers: Tensor
+    means: Tensor
+    by_logprob: Tensor
+    by_entropy: Tensor
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """Chunked log-probabilities and entropies, with logits recomputed in the backward pass."""
 
@@ -131,12 +140,12 @@ class _LinearLogprobs(torch.autograd.Function):
         bias_gradient = bias.new_zeros(bias.shape, dtype=normalizers.dtype) if wants_bias else None
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
-            terms = (normalizers[part], means[part], by_logprob[part], by_entropy[part])
+            terms = _Terms(normalizers[part], means[part], by_logprob[part], by_entropy[part])
             if head.has_kernels:
                 gradient = matmul_transposed(hidden[part], weight)
-                _replace_by_kernel(gradient, labels[part], *terms, head)
+                _replace_by_kernel(gradient, labels[part], terms, head)
             else:
-                gradient = _gradient(head.logits(hidden[part], weight, bias), labels[part], *terms, head)
+                gradient = _gradient(head.logits(hidden[part], weight, bias), labels[part], terms, head)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
@@ -193,45 +202,29 @@ def _sums_by_kernel(logits: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor
     return top, total, mean, label_logits
 
 
-def _gradient(
-    logits: Tensor,
-    labels: Tensor,
-    normalizers: Tensor,
-    means: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor,
-    head: _Head,
-) -> Tensor:
+def _gradient(logits: Tensor, labels: Tensor, terms: _Terms, head: _Head) -> Tensor:
     """Return the gradient of hidden·weightᵀ + bias, [C, V]; the buffer of the logits may be used for another purpose.
 
     With p = softmax(x): d logprob / dx = onehot - p and d entropy / dx = -p·(x - Σ p·x).
     """
-    gradient = (logits - normalizers[:, None]).exp_()
+    gradient = (logits - terms.normalizers[:, None]).exp_()
     if head.entropy:
         # The soft cap needs the logits again; without one, their buffer is free.
         factor = logits.clone() if head.softcap is not None else logits
-        factor.sub_(means[:, None]).mul_(by_entropy[:, None]).add_(by_logprob[:, None])
+        factor.sub_(terms.means[:, None]).mul_(terms.by_entropy[:, None]).add_(terms.by_logprob[:, None])
         gradient.mul_(factor).neg_()
     else:
-        gradient.mul_(by_logprob[:, None]).neg_()
-    _add_at_labels(gradient, labels, by_logprob, head)
+        gradient.mul_(terms.by_logprob[:, None]).neg_()
+    _add_at_labels(gradient, labels, terms.by_logprob, head)
     return head.softcap_backward(gradient, logits)
 
 
-def _replace_by_kernel(
-    logits: Tensor,
-    labels: Tensor,
-    normalizers: Tensor,
-    means: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor,
-    head: _Head,
-) -> None:
+def _replace_by_kernel(logits: Tensor, labels: Tensor, terms: _Terms, head: _Head) -> None:
     """Replace hidden·weightᵀ, [C, V], by its gradient in place, like `_gradient`."""
     if is_simulated():
         return
     _kernels(logits.device.type).replace_by_gradients(
-        *(logits, head.own_columns(labels), normalizers, means, by_logprob, by_entropy),
+        *(logits, head.own_columns(labels), *terms),
         softcap=head.softcap,
         temperature=head.temperature,
         entropy=head.entropy,
