@@ -105,7 +105,7 @@ def main() -> int:
             before = set(folder.glob("run-*"))
             step_s = run(folder, (*sleeping, *overrides), Work(options.steps, 1, options.prompts, LONGEST)).whole
             (run_dir,) = set(folder.glob("run-*")) - before
-            own_lengths, own_rates, _ = measured(run_dir)
+            own_lengths, own_rates = measured(run_dir)[:2]
             if not lengths.size:
                 lengths, rates = own_lengths, own_rates
             forecast_s = forecast_run(lengths, rates, setup, steps=300).step_s
