@@ -39,9 +39,12 @@ _APPLIED = frozenset({"scaling", "dropout", "sliding_window", "softcap", "packed
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "position_embeddings"})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segments:
     """The boundaries of the sequences in one packed row.
+
+    It is not frozen, but never changed: in PyTorch 2.11, compiled code is guarded on every field of a frozen dataclass
+    that is passed through it, so layers would be compiled again for every number of sequences.
 
     Attributes:
         cu_seqlens: int32 [S+1] on the model's device, from 0 to the row's last slot. Every slot is in a segment:
@@ -77,7 +80,7 @@ class Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True), keys=keys)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SegmentKeys:
     """The keys that segments of queries attend to.
 

@@ -24,6 +24,7 @@ from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import tiny_config
+from tests.unit.models.torch_flops import flops_of_causal_model
 
 GIB = 2**30
 
@@ -108,8 +109,7 @@ def test_a_reward_model_has_the_flops_that_torch_counts_of_its_own_architecture(
     ids = torch.arange(16)[None] + 1
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model(input_ids=ids, use_cache=False)
-    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
-    assert flops.forward(np.array([16]), 16) == counter.get_total_flops() - attention / 2
+    assert flops.forward(np.array([16]), 16) == flops_of_causal_model(counter)
 
 
 def test_scores_of_a_reward_model_are_a_phase() -> None:
