@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +11,13 @@ import numpy as np
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.plan_from_run import read_record
-from rlpack.observe.errors import ReportError
+from rlpack.cli.token_time import TokenTime, token_time
 from rlpack.observe.run_dir import METRICS, read_config
 from rlpack.observe.sinks import read_records
-from rlpack.observe.trace import read_spans, train_steps
 from rlpack.packing.analysis.running_ahead import Rates, generation_over_longest, with_mean
 
 # A run's first steps are skipped, because they load and compile.
 _SKIPPED = 2
-# The values of an engine in the files of spans (`rlpack.rollout.engine_meter`).
-_ENGINE = "engine"
 # The parts of a step's time that are not training, with a lead and without one. ReMax's greedy responses come after the
 # others.
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
@@ -32,13 +30,13 @@ class RunRates(NamedTuple):
         lengths: tokens of each response, int64 [N].
         rates: of generation, training and publication.
         train_ranks: the ranks that trained; None if the rates are not those of a run.
-        token_s_of_batches: whether the time of a token was measured while one batch at a time was generated.
+        most_responses: most responses that an engine generated at a time; None if the time of a token is not measured.
     """
 
     lengths: np.ndarray
     rates: Rates
     train_ranks: int | None = None
-    token_s_of_batches: bool = False
+    most_responses: int | None = None
 
 
 def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
@@ -74,15 +72,8 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     train_s = statistics.median(
         one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
     )
-    is_of_batches = token_s is None and not _is_in_flight(config)
-    if token_s is None and _is_in_flight(config):
-        token_s = _token_s_of_engines(run_dir, config)
-    elif token_s is None:
-        over_longest = generation_over_longest(responses, rows, slots * engines)
-        token_s = _token_s_of_steps(run_dir, steps) / over_longest
     train_ranks = _ranks_of(config, "actor") or record.num_ranks
     rates = Rates(
-        token_s=token_s,
         slots=slots,
         train_tokens_per_s=_median(steps, "packing/real_tokens") / max(train_s, 1e-9) / train_ranks,
         publish_s=_median(steps, "time/sync_s"),
@@ -90,7 +81,14 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         rows_per_step=rows,
         score_s=sum(_median(steps, name) for name in _SCORING),
     )
-    return RunRates(responses, rates, train_ranks, is_of_batches)
+    if token_s is not None:
+        return RunRates(responses, replace(rates, token_s=token_s), train_ranks)
+    if _is_in_flight(config):
+        found = _token_time_in_flight(run_dir, config)
+    else:
+        found = _token_time_of_batches(run_dir, config, steps, responses, rates, engines)
+    rates = replace(rates, token_s=found.alone_s, token_s_per_response=found.per_response_s)
+    return RunRates(responses, rates, train_ranks, found.most_responses)
 
 
 def late_window(run_dir: Path) -> int:
@@ -134,22 +132,8 @@ def _is_in_flight(config: Mapping[str, Any]) -> bool:
     return isinstance(rollout, dict) and rollout.get("publish") == "in_flight"
 
 
-def _token_s_of_steps(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median over steps of generation time divided by the tokens of the longest response.
-
-    Raises:
-        DataError: no step has a time of generation.
-    """
-    known = [one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps if "time/generate_s" in one]
-    if not known:
-        raise DataError(f"{run_dir} has no step with time/generate_s; give --token-ms")
-    return statistics.median(known)
-
-
-def _token_s_of_engines(run_dir: Path, config: Mapping[str, Any]) -> float:
-    """Return the seconds per token of a response, from the engines' statistics.
-
-    This is the time that responses spent in engines, summed over responses, divided by the number of their tokens.
+def _token_time_in_flight(run_dir: Path, config: Mapping[str, Any]) -> TokenTime:
+    """Return the time of a token from the engines' statistics.
 
     `time/generate_s` of a run with in_flight would be too long: a batch waits for slots behind other batches, and for
     publications.
@@ -157,27 +141,47 @@ def _token_s_of_engines(run_dir: Path, config: Mapping[str, Any]) -> float:
     Raises:
         DataError: the run's spans have no statistics of engines.
     """
-    try:
-        processes = read_spans(run_dir)
-        steps = train_steps(processes)
-    except ReportError:
-        processes, steps = [], []
-    begin_us = steps[_SKIPPED].begin_us if len(steps) > _SKIPPED else 0
-    pool = _pool_of(config, "rollout")
-    windows = [
-        window
-        for one in processes
-        for window in one.values
-        if one.process.startswith(f"{pool}/") and window.name == _ENGINE and window.begin_us >= begin_us
-    ]
-    response_s = sum(window.values.get("running", 0.0) * window.duration_us for window in windows) / 1e6
-    tokens = sum(window.values.get("tokens", 0.0) for window in windows)
-    if not response_s or not tokens:
+    found = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED)
+    if found is None:
         raise DataError(
             f"{run_dir} is a run with rollout.publish=in_flight, whose time/generate_s includes waits for other "
             "batches, and its spans have no statistics of engines after the first steps; give --token-ms"
         )
-    return response_s / tokens
+    return found
+
+
+def _token_time_of_batches(
+    run_dir: Path,
+    config: Mapping[str, Any],
+    steps: Sequence[Mapping[str, Any]],
+    responses: np.ndarray,
+    rates: Rates,
+    engines: int,
+) -> TokenTime:
+    """Return the time of a token that gives the steps' median time of generation per token of the longest response.
+
+    The engines' statistics give how it depends on the number of responses. They don't have the time in which requests
+    are sent and returned.
+
+    Args:
+        run_dir: the run's directory.
+        config: the run's configuration.
+        steps: the records of steps with generation.
+        responses: response lengths, int64 [N].
+        rates: the run's other rates.
+        engines: the run's engines.
+
+    Raises:
+        DataError: no step has a time of generation.
+    """
+    known = [one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps if "time/generate_s" in one]
+    if not known:
+        raise DataError(f"{run_dir} has no step with time/generate_s; give --token-ms")
+    most = min(rates.slots, -(-rates.rows_per_step // engines))
+    shape = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED) or TokenTime(1.0, 0.0, most)
+    unscaled = replace(rates, token_s=shape.alone_s, token_s_per_response=shape.per_response_s)
+    scale = statistics.median(known) / generation_over_longest(responses, rates.rows_per_step, engines, unscaled)
+    return TokenTime(scale * shape.alone_s, scale * shape.per_response_s, most)
 
 
 def _slots_and_engines(config: Mapping[str, Any], rows: int) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 """`rlpack simulate LENGTHS --async`: leads, and the ranks for training and for engines, from measured rates."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
@@ -12,13 +14,7 @@ from rlpack.cli.rates_of_run import RunRates, late_window, measured
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
-from rlpack.packing.analysis.running_ahead import (
-    Rates,
-    RunForecast,
-    Setup,
-    forecast_run,
-    setups,
-)
+from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
 from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.errors import PackingError
 from rlpack.packing.request import MAX_RANKS
@@ -27,10 +23,15 @@ FLAG = "--async"
 _WRONG_ARGUMENTS, _WRONG_DATA = 2, 3
 _TRACE_ROWS = 16_384
 _LONGEST_LEAD, _LARGEST_LIMIT = 64, 1000
+# A forecast is given a note if an engine has more responses than were measured, by this factor.
+_FURTHER = 1.25
+# The steps of a forecast: fewer for large batches, each of which has enough responses for an average.
+_LEAST_STEPS, _MOST_STEPS, _SIMULATED_ROWS = 20, 60, 20_000
 # Option, type and help; the defaults are those of `Rates`.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("slots", int, "responses that an engine generates at once"),
-    ("token-ms", float, "milliseconds per token of each response in an engine"),
+    ("token-ms", float, "milliseconds per token of a response that is alone in its engine"),
+    ("token-ms-per-response", float, "milliseconds per token that each other response in the engine adds"),
     ("train-tokens-per-s", float, "tokens per second that a rank trains on, prompts included"),
     ("publish-s", float, "seconds to publish weights to the engines"),
     ("prompt-tokens", float, "mean tokens per prompt"),
@@ -79,15 +80,11 @@ def _simulate(given: argparse.Namespace) -> None:
     limit = None
     if given.max_staleness is not None:
         limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
-    lengths, own_rates, trained_on, is_of_batches = _lengths_and_rates(given)
-    rates, ranks = _with_options(own_rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
+    own = _lengths_and_rates(given)
+    lengths = own.lengths
+    rates, ranks = _with_options(own.rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
-    print(
-        f"responses of {lengths.mean():.0f} tokens on average, {int(lengths.max()):,} at most; "
-        f"{rates.rows_per_step:,} a step; {rates.slots:,} at once in an engine, {1e3 * rates.token_s:.3g} ms a token; "
-        f"training {rates.train_tokens_per_s:,.0f} tokens/s a rank; publication {rates.publish_s:.3g} s"
-        + (f"; scoring {rates.score_s:.3g} s" if rates.score_s else "")
-    )
+    print(_rates_line(lengths, rates))
     window = late_window(Path(given.lengths))
     if window > 1:
         print(
@@ -97,12 +94,13 @@ def _simulate(given: argparse.Namespace) -> None:
     every = list(setups(ranks, tuple(dict.fromkeys(leads))))
     bounds = {_name(setup): _bound(setup, window) for setup in every}
     left_out = [] if limit is None else [name for name, bound in bounds.items() if bound > limit]
+    steps = min(_MOST_STEPS, max(_LEAST_STEPS, _SIMULATED_ROWS // rates.rows_per_step))
     best: dict[str, tuple[Setup, RunForecast]] = {}
     for setup in every:
         name = _name(setup)
         if name in left_out:
             continue
-        found = forecast_run(lengths, rates, setup)
+        found = forecast_run(lengths, rates, setup, steps=steps)
         if name not in best or found.step_s < best[name][1].step_s:
             best[name] = (setup, found)
     if not best:
@@ -113,18 +111,44 @@ def _simulate(given: argparse.Namespace) -> None:
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
     print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
-    if trained_on not in (None, setup.train_ranks) and given.train_tokens_per_s is None:
-        print(
-            f"tokens/s a rank were measured on {counted(trained_on, 'training rank')}, and are assumed to be the same "
-            f"on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare with a "
-            "short run of the setup"
-        )
-    if is_of_batches and setup.publish == "in_flight":
-        print(
-            "milliseconds per token were measured while one batch at a time was generated; with in_flight, more "
-            "responses are generated at a time, and a token may take longer, so compare with a short run of the setup"
-        )
+    for note in _notes(own, rates, setup, has_train_rate=given.train_tokens_per_s is not None):
+        print(note)
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
+
+
+def _rates_line(lengths: np.ndarray, rates: Rates) -> str:
+    """Return what the forecast is made from."""
+    added_ms = 1e3 * rates.token_s_per_response
+    return (
+        f"responses of {lengths.mean():.0f} tokens on average, {int(lengths.max()):,} at most; "
+        f"{rates.rows_per_step:,} a step; {rates.slots:,} at once in an engine, {1e3 * rates.token_s:.3g} ms a token"
+        + (f" and {added_ms:.2g} more for each other response in the engine" if added_ms else "")
+        + f"; training {rates.train_tokens_per_s:,.0f} tokens/s a rank; publication {rates.publish_s:.3g} s"
+        + (f"; scoring {rates.score_s:.3g} s" if rates.score_s else "")
+    )
+
+
+def _notes(own: RunRates, rates: Rates, setup: Setup, *, has_train_rate: bool) -> Iterator[str]:
+    """Yield what the forecast of a setup assumes beyond the measurements.
+
+    Args:
+        own: what a run has measured.
+        rates: the rates of the forecast.
+        setup: the setup.
+        has_train_rate: the rate of training was given, not measured.
+    """
+    if own.train_ranks not in (None, setup.train_ranks) and not has_train_rate:
+        yield (
+            f"tokens/s a rank were measured on {counted(own.train_ranks, 'training rank')}, and are assumed to be the "
+            f"same on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare "
+            "with a short run of the setup"
+        )
+    responses = setup.responses_of_an_engine(rates)
+    if own.most_responses is not None and responses > _FURTHER * own.most_responses:
+        yield (
+            f"the time of a token was measured with up to {counted(own.most_responses, 'response')} at a time in an "
+            f"engine; this setup has up to {responses:,}, so compare with a short run of it"
+        )
 
 
 def _bound(setup: Setup, window: int) -> int:
@@ -177,9 +201,10 @@ def _lengths_and_rates(given: argparse.Namespace) -> RunRates:
 def _with_options(rates: Rates, given: argparse.Namespace) -> Rates:
     """Return rates with the given options in place of measured ones."""
     chosen = {name.replace("-", "_"): vars(given)[name.replace("-", "_")] for name, _, _ in _OPTIONS}
-    token_ms = chosen.pop("token_ms")
-    if token_ms is not None:
-        chosen["token_s"] = token_ms / 1e3
+    for name in ("token_ms", "token_ms_per_response"):
+        milliseconds = chosen.pop(name)
+        if milliseconds is not None:
+            chosen[name.replace("_ms", "_s")] = milliseconds / 1e3
     return replace(rates, **{name: value for name, value in chosen.items() if value is not None})
 
 

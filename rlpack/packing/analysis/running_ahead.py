@@ -1,12 +1,12 @@
 """Forecast a run that generates ahead of training (`trainer.lead`), from measured rates.
 
-Each slot of an engine generates one response at a time, one token every `token_s` seconds. The responses of a batch
-take free slots in order, and the batch is complete when its last response has a reward. Training takes time
-proportional to the tokens per rank. Weights are then published, during which the engines pause. `lead` and the two ways
-to publish mean the same as in a run (`rlpack.recipes.driver.ahead`).
+Each slot of an engine generates one response at a time. A token takes `token_s` seconds, and `token_s_per_response`
+more for each other response in the engine. The responses of a batch take free slots in order, and the batch is complete
+when its last response has a reward. Training takes time proportional to the tokens per rank. Weights are then
+published, during which the engines pause. `lead` and the two ways to publish mean the same as in a run
+(`rlpack.recipes.driver.ahead`).
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rlpack.packing.analysis.engine_schedule import Engines, ResponseBatch
 from rlpack.packing.errors import PackingError
 
 Publish = Literal["drain", "in_flight"]
@@ -26,7 +27,8 @@ class Rates:
     """The measured rates of a run.
 
     Attributes:
-        token_s: seconds per token of each response that an engine is generating.
+        token_s: seconds per token of a response that is alone in its engine.
+        token_s_per_response: seconds per token that each other response in the engine adds.
         slots: responses that an engine generates concurrently.
         train_tokens_per_s: tokens per second, prompts included, that a rank trains on, over all passes and updates.
         publish_s: seconds per weight publication.
@@ -39,6 +41,7 @@ class Rates:
     """
 
     token_s: float = 0.02
+    token_s_per_response: float = 0.0
     slots: int = 256
     train_tokens_per_s: float = 10_000.0
     publish_s: float = 1.0
@@ -50,7 +53,7 @@ class Rates:
         """Check every value."""
         for field in fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("publish_s", "prompt_tokens", "score_s")
+            may_be_zero = field.name in ("token_s_per_response", "publish_s", "prompt_tokens", "score_s")
             if not np.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise PackingError(
                     f"{field.name} is {value:g}; it has to be finite and {'at least' if may_be_zero else 'above'} 0"
@@ -72,6 +75,14 @@ class Setup(NamedTuple):
     engine_ranks: int
     train_ranks: int
 
+    def responses_in_flight(self, rates: Rates) -> int:
+        """Return the most responses that are in the engines or wait for them: those of all batches in flight."""
+        return rates.rows_per_step * (self.lead + 1 if self.publish == "in_flight" else 1)
+
+    def responses_of_an_engine(self, rates: Rates) -> int:
+        """Return the most responses that an engine generates at a time."""
+        return min(rates.slots, -(-self.responses_in_flight(rates) // self.engine_ranks))
+
 
 class RunForecast(NamedTuple):
     """The expected performance of a setup.
@@ -90,40 +101,6 @@ class RunForecast(NamedTuple):
     engines_idle: float
     staleness_mean: float
     staleness_max: int
-
-
-class _Batch(NamedTuple):
-    starts: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def end(self) -> float:
-        return float(self.ends.max())
-
-
-class _Engines:
-    """The slots of all engines, each represented by the time at which it becomes free."""
-
-    def __init__(self, count: int) -> None:
-        self.free = [0.0] * count
-        self.busy_s = 0.0
-
-    def generate(self, now: float, seconds: np.ndarray) -> _Batch:
-        """Start responses in order, each in the slot that is free first."""
-        starts, ends = np.empty_like(seconds), np.empty_like(seconds)
-        for row, duration in enumerate(seconds.tolist()):
-            starts[row] = max(now, heapq.heappop(self.free))
-            ends[row] = starts[row] + duration
-            heapq.heappush(self.free, float(ends[row]))
-        self.busy_s += float(seconds.sum())
-        return _Batch(starts, ends)
-
-    def stand_still(self, now: float, pause_s: float, batches: list[_Batch]) -> None:
-        """Pause all slots: delay everything after `now` by `pause_s`."""
-        self.free = [time + pause_s if time > now else time for time in self.free]
-        for batch in batches:
-            batch.starts[batch.starts > now] += pause_s
-            batch.ends[batch.ends > now] += pause_s
 
 
 def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int = 60, seed: int = 0) -> RunForecast:
@@ -146,36 +123,34 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         float(batch.sum() + rates.prompt_tokens * batch.size) / (rates.train_tokens_per_s * setup.train_ranks)
         for batch in rows
     ]
-    # No more responses run at once than those of the batches that may be in flight.
-    most_batches = setup.lead + 1 if setup.publish == "in_flight" else 1
-    slots = min(setup.engine_ranks * rates.slots, rates.rows_per_step * most_batches)
-    engines = _Engines(slots)
-    waiting: deque[_Batch] = deque()
-    now = waited_s = began = 0.0
+    slots = min(setup.engine_ranks * rates.slots, setup.responses_in_flight(rates))
+    engines = Engines(setup.engine_ranks, rates.slots, rates.token_s, rates.token_s_per_response)
+    waiting: deque[ResponseBatch] = deque()
+    now = waited_s = began = busy_s = 0.0
     published: list[float] = []
     lags: list[np.ndarray] = []
     begun = 0
     for step in range(steps):
         if step == _WARM_UP:
-            began, waited_s, engines.busy_s = now, 0.0, 0.0
+            began, waited_s, busy_s = now, 0.0, engines.busy_until(now)
         last = min(steps - 1, step + (setup.lead if setup.publish == "in_flight" else 0))
         while begun <= last:
-            waiting.append(engines.generate(now, rates.token_s * rows[begun]))
+            waiting.append(engines.add(now, rows[begun]))
             begun += 1
         batch = waiting.popleft()
-        scored = batch.end + rates.score_s
+        scored = engines.finish(batch) + rates.score_s
         waited_s += max(0.0, scored - now)
         now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
         if setup.publish == "drain" and setup.lead and begun < steps:
-            waiting.append(engines.generate(now, rates.token_s * rows[begun]))
+            waiting.append(engines.add(now, rows[begun]))
             begun += 1
         now += train_s[step]
         if setup.publish == "drain" and waiting:
-            drawn = waiting[-1].end + rates.score_s
+            drawn = engines.finish(waiting[-1]) + rates.score_s
             waited_s += max(0.0, drawn - now)
             now = max(now, drawn)
-        engines.stand_still(now, rates.publish_s, list(waiting))
+        engines.pause(now, rates.publish_s)
         now += rates.publish_s
         published.append(now)
     span = now - began
@@ -183,23 +158,35 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     return RunForecast(
         step_s=span / (steps - _WARM_UP),
         training_idle=waited_s / span,
-        engines_idle=max(0.0, 1 - engines.busy_s / (span * slots)),
+        engines_idle=max(0.0, 1 - (engines.busy_until(now) - busy_s) / (span * slots)),
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
     )
 
 
-def generation_over_longest(lengths: np.ndarray, rows: int, slots: int, *, batches: int = 50, seed: int = 0) -> float:
-    """Return a batch's generation time divided by that of its longest response; 1 if each response has its own slot.
+def generation_over_longest(
+    lengths: np.ndarray, rows: int, engines: int, rates: Rates, *, batches: int = 50, seed: int = 0
+) -> float:
+    """Return the mean generation time of batches, each divided by the tokens of its longest response.
 
-    >>> generation_over_longest(np.array([10]), rows=6, slots=2)
+    Args:
+        lengths: response lengths to draw from, in tokens, int64 [n].
+        rows: responses of a batch.
+        engines: number of engines.
+        rates: the time of a token, and the slots of an engine.
+        batches: number of batches to draw.
+        seed: random seed for drawing lengths.
+
+    >>> generation_over_longest(np.array([10]), 6, 1, Rates(token_s=1.0, slots=2))
     3.0
     """
-    if rows <= slots:
-        return 1.0
     draws = np.random.default_rng(seed)
-    drawn = [draws.choice(lengths, rows).astype(np.float64) for _ in range(batches)]
-    return float(np.mean([_Engines(slots).generate(0.0, batch).end / batch.max() for batch in drawn]))
+    drawn = [draws.choice(lengths, rows) for _ in range(batches)]
+    times = []
+    for batch in drawn:
+        pool = Engines(engines, rates.slots, rates.token_s, rates.token_s_per_response)
+        times.append(pool.finish(pool.add(0.0, batch)) / batch.max())
+    return float(np.mean(times))
 
 
 def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarray:

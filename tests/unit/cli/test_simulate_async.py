@@ -137,21 +137,79 @@ def test_a_forecast_for_other_ranks_than_the_runs_says_so(tmp_path: Path, capsys
         assert (said in capsys.readouterr().out) == is_said
 
 
-@pytest.mark.parametrize(("publish", "words", "is_said"), [
-    ("drain", (), True), ("drain", ("--token-ms", "50"), False), ("in_flight", (), False),
-])  # fmt: skip
-def test_a_forecast_of_in_flight_from_batches_drawn_one_at_a_time_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], publish: str, words: tuple[str, ...], is_said: bool
+@pytest.mark.parametrize("publish", ["drain", "in_flight"])
+def test_a_forecast_with_more_responses_in_an_engine_than_were_measured_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], publish: str
+):
+    in_flight_run(tmp_path)  # 4 responses a step in one engine
+    config = tmp_path / CONFIG
+    text = config.read_text().replace("publish: in_flight", f"publish: {publish}")
+    config.write_text(text.replace("max_num_seqs: 4", "max_num_seqs: 32"))
+    said = "measured with up to 4 responses at a time in an engine; this setup has up to "
+    for words, number in (
+        (("--ranks", "2", "--leads", "2"), 12),
+        (("--ranks", "2", "--leads", "1", "--rows-per-step", "16"), 16),
+        (("--ranks", "2", "--leads", "0"), None),
+        (("--ranks", "2", "--leads", "2", "--slots", "5"), None),
+        (("--ranks", "2", "--leads", "2", "--token-ms", "50"), None),
+    ):
+        assert simulate(str(tmp_path), *words) == 0
+        out = capsys.readouterr().out
+        assert (said in out) == (number is not None), words
+        assert number is None or f"{said}{number}, so compare" in out
+
+
+def engine_windows(folder: Path, *windows: tuple[float, int, float]) -> None:
+    """Give the run's engine windows of these running responses, iterations and seconds per iteration."""
+    at_us, lines = 30 * 10**6, [{"process": "engines/0", "pid": 1, "host": "node"}]
+    for running, iterations, seconds in windows:
+        duration_us = round(iterations * seconds * 1e6)
+        values = {"running": running, "waiting": 0.0, "tokens": running * iterations}
+        lines.append(["engine", at_us, duration_us, values])
+        at_us += duration_us
+    (folder / "spans" / "engines-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        # 10 ms with one response, and 2 more for each other one.
+        ([(1.0, 9, 0.010), (3.0, 5, 0.014), (8.0, 20, 0.024)], "10 ms a token and 2 more for each other response"),
+        # Too few of other numbers to tell.
+        ([(4.0, 50, 0.010), (4.5, 50, 0.020)], "15 ms a token; training"),
+        # Less with more responses, which is noise: the time of all.
+        ([(2.0, 50, 0.020), (8.0, 50, 0.010)], "15 ms a token; training"),
+        # A line would be below zero without responses.
+        ([(2.0, 50, 0.001), (6.0, 50, 0.023)], "3 ms a token and 3 more for each other response"),
+    ],
+)
+def test_the_time_of_a_token_depends_on_the_responses_of_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], windows: list[tuple[float, int, float]], said: str
+):
+    in_flight_run(tmp_path)
+    engine_windows(tmp_path, *windows)
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "1") == 0
+    assert said in capsys.readouterr().out
+
+
+def test_the_time_of_batches_is_that_of_the_steps_in_the_proportions_of_the_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     in_flight_run(tmp_path)
     config = tmp_path / CONFIG
-    config.write_text(config.read_text().replace("publish: in_flight", f"publish: {publish}"))
-    metrics = tmp_path / METRICS
-    metrics.write_text(metrics.read_text().replace('"time/step_s": 5.5', '"time/step_s": 5.5, "time/generate_s": 3.0'))
-    assert simulate(str(tmp_path), "--ranks", "3", "--leads", "2", *words) == 0
+    config.write_text(config.read_text().replace("publish: in_flight", "publish: drain"))
+    engine_windows(tmp_path, (1.0, 9, 0.010), (3.0, 5, 0.014), (8.0, 20, 0.024))
+    PlanRecord(6, (40, 40, 40, 40), Batching(max_tokens=64), num_ranks=2).write(tmp_path / LENGTHS)
+    # Steps take 9 s for four responses of up to 40 tokens: 225 ms a token, of which three others add 6 of 16 parts.
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0") == 0
     out = capsys.readouterr().out
-    assert "best: lead 2, in_flight" in out
-    assert ("measured while one batch at a time was generated; with in_flight, more responses" in out) == is_said
+    assert "141 ms a token and 28 more for each other response in the engine" in out
+
+
+def test_options_give_the_time_of_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--ranks", "2", "--leads", "0", "--token-ms", "10", "--token-ms-per-response", "0.5")
+    assert simulate("lognormal", *words) == 0
+    assert "10 ms a token and 0.5 more for each other response in the engine" in capsys.readouterr().out
 
 
 def test_ranks_that_share_rows_count_as_training_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -44,6 +44,17 @@ def test_scoring_delays_a_batch_and_leaves_the_engines_to_later_ones(setup: Setu
     assert forecast_run(EVEN, rates, setup).step_s == pytest.approx(step_s, rel=0.05)
 
 
+@pytest.mark.parametrize("added_s", [0.0, 0.01, 0.05])
+def test_responses_of_an_engine_slow_each_other_down(added_s: float):
+    rates = Rates(**(vars(RATES) | {"token_s_per_response": added_s, "slots": 400, "train_tokens_per_s": 1e9}))
+    for engines, others in ((1, 9), (2, 4), (10, 0), (20, 0)):
+        found = forecast_run(EVEN, rates, Setup(1, "drain", engines, 1), steps=205)
+        assert found.step_s == pytest.approx(100 * (0.1 + others * added_s), rel=0.01)  # the last step draws nothing
+    # Batches in flight end together, one after the other is trained on at once, and as many begin.
+    in_flight = forecast_run(EVEN, rates, Setup(3, "in_flight", 1, 1), steps=45)
+    assert in_flight.step_s == pytest.approx(100 * (0.1 + 39 * added_s) / 4, rel=0.1)
+
+
 @pytest.mark.parametrize("slots", [40, 400])
 def test_batches_in_flight_share_the_slots_of_an_engine(slots: int):
     rates = Rates(**(vars(RATES) | {"slots": slots, "train_tokens_per_s": 800.0}))
