@@ -209,6 +209,8 @@ class RolloutWorker(Worker):
         engine.close()
         torch.cuda.empty_cache()  # frees memory that a trainer in this process has cached
         self._engine, self._is_unhealthy = self._rebuild(), False
+        if self._is_interrupted:
+            self.interrupt()
         if self._in_flight is not None:
             self._in_flight.move_to(self._engine)
         self.require_weights()
@@ -266,7 +268,7 @@ class RolloutWorker(Worker):
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
         """Check that all buckets arrived, and check the canary; then use the weights as policy version `version`.
 
-        Rows that were interrupted are continued.
+        Rows that were interrupted wait for `resume`.
 
         Args:
             expected: the trainer's log-probs of the canary, f32 [R, L].
@@ -292,10 +294,18 @@ class RolloutWorker(Worker):
             self._is_unhealthy = True
             return math.inf
         self._received.close()
-        if self._is_interrupted:
-            cast(StreamingEngine, self._engine).resume()
-            self._is_interrupted = False
         return gap
+
+    @broadcast
+    def resume(self) -> None:
+        """Continue the rows that were interrupted, once the engines of all ranks have passed the canary.
+
+        An engine that failed, or that dies or hangs during this call, is replaced later.
+        """
+        if self._is_interrupted and not self._is_unhealthy:
+            with self._noting_death():
+                cast(StreamingEngine, self._engine).resume()
+        self._is_interrupted = False
 
     def _use_weights(self, expected: Tensor, token_ids: Tensor, version: int) -> float:
         """Apply the weights that arrived, check the canary and return its gap.

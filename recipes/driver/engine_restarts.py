@@ -11,7 +11,8 @@ the published weights are kept in the object store, if there is room for them (`
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -27,6 +28,23 @@ from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def interrupted(rollout: WorkerGroup[RolloutWorker], config: Config) -> Iterator[None]:
+    """Stop sampling for a block that publishes weights, with `rollout.publish=in_flight`; nothing runs with drain.
+
+    No engine samples again before all of them have passed the canary: if the block raises, none does.
+
+    Raises:
+        RoleError: a rank died or missed its deadline.
+    """
+    if config.rollout.publish != "in_flight":
+        yield
+        return
+    rollout.run(RolloutWorker.interrupt)
+    yield
+    rollout.run(RolloutWorker.resume)
 
 
 def replace_failed_engines(rollout: WorkerGroup[RolloutWorker], access: EngineAccess) -> None:

@@ -14,24 +14,26 @@ _ADVICE = "correct it with algorithm.correction.weights or reject, or lower the 
 def check_mismatch(session: Session, step: StepContext) -> None:
     """Compare the metrics `mismatch/*` of a step with their limits; a metric that the step lacks has none.
 
-    `algorithm.correction.warn_above` warns once per metric, `stop_above` ends the run; NaN exceeds every limit. With a
-    lead, the mean gap of tokens of lag 0 has the limit of `rollout.max_logprob_gap`, too.
+    `algorithm.correction.warn_above` and `warn_below` warn once per metric, `stop_above` and `stop_below` end the run;
+    NaN is beyond every limit. With a lead, the mean gap of tokens of lag 0 has the limit of `rollout.max_logprob_gap`,
+    too.
 
     Raises:
         MismatchError: names metric, value, limit and key.
         LogprobGapError: the gap of lag 0 exceeds ten times its limit.
     """
-    settings = session.config.algorithm.correction
-    for key, limits in (("stop_above", settings.stop_above), ("warn_above", settings.warn_above)):
+    for key, limits in session.config.algorithm.correction.limits:
+        is_lower, ends_run = key.endswith("below"), key.startswith("stop")
         for name, limit in limits.items():
             value = step.metrics.get(f"mismatch/{name}")
-            if value is None or value <= limit:
+            if value is None or (value >= limit if is_lower else value <= limit):
                 continue
             text = (
-                f"step {step.number}: mismatch/{name} is {value:.3g}, over algorithm.correction.{key}.{name}={limit:g}"
+                f"step {step.number}: mismatch/{name} is {value:.3g}, {'below' if is_lower else 'over'} "
+                f"algorithm.correction.{key}.{name}={limit:g}"
             )
-            if key == "stop_above":
-                raise MismatchError(f"{text}; {_ADVICE}, or raise the limit")
+            if ends_run:
+                raise MismatchError(f"{text}; {_ADVICE}, or {'lower' if is_lower else 'raise'} the limit")
             if name not in session.warned_mismatch:
                 session.warned_mismatch.add(name)
                 logger.warning("%s; %s. Later steps don't repeat this.", text, _ADVICE)

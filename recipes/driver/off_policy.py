@@ -39,7 +39,7 @@ def correct_off_policy(
         plan: the actor's plan of these rows.
 
     Raises:
-        MismatchError: a metric exceeds its limit in `algorithm.correction.stop_above`.
+        MismatchError: a metric is beyond its limit in `algorithm.correction.stop_above` or `stop_below`.
         LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
     settings, lags = session.config.algorithm.correction, measured_lags(session)

@@ -240,12 +240,15 @@ class Session:
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:
-        """Pause generation for a block that publishes weights, in generation `of` if given; rows continue after it."""
+        """Pause generation for a block that publishes weights, in generation `of` if given; rows continue after it.
+
+        No engine samples before all of them have passed the canary.
+        """
         with ExitStack() as stack:
             with self.store.waiting():
                 stack.enter_context(self.engine_access.publication(of))
-            self._interrupt_engines()
-            yield
+            with engine_restarts.interrupted(self.rollout, self.config):
+                yield
             self.engine_access.record_replacement(self.rollout.ranks.num_starts)
 
     def replace_engines(self) -> float:
@@ -257,7 +260,6 @@ class Session:
             RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
         engine_restarts.replace_failed_engines(self.rollout, self.engine_access)
-        self._interrupt_engines()  # those that passed the canary have continued
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def renew_engines(self, generation: int, none_is_left: bool) -> bool:
@@ -280,11 +282,6 @@ class Session:
         with self.publication(generation):
             self.replace_engines()
         return True
-
-    def _interrupt_engines(self) -> None:
-        """Make engines stop sampling before weights reach them; a second call does nothing."""
-        if self.config.rollout.publish == "in_flight":
-            self.rollout.run(RolloutWorker.interrupt)
 
     def stop_if_interrupted(self) -> None:
         """End the run after a Ctrl-C; called where no work would be lost.

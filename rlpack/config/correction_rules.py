@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, OF_KEYS, bounds_of
+from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, OF_KEYS, SHARES, bounds_of
 
 _KEY = "algorithm.correction"
 
@@ -55,17 +55,21 @@ def _limit_problems(config: Config) -> Iterator[str]:
     """Yield limits on metrics that a run doesn't have."""
     correction = config.algorithm.correction
     oldest = config.trainer.max_lag if config.trainer.lead else None  # without a lead, no lags are measured
-    for key, limits in (("warn_above", correction.warn_above), ("stop_above", correction.stop_above)):
+    for key, limits in correction.limits:
+        is_lower = key.endswith("below")
+        known = SHARES if is_lower else (*MISMATCHES, *OF_KEYS)
         for name, limit in limits.items():
             lag, _, metric = name.rpartition("/")
             number = lag.removeprefix("lag_")
             is_lag = lag.startswith("lag_") and number.isdecimal()
             has_lag = not lag or (is_lag and oldest is not None and int(number) <= oldest)
             missing = OF_KEYS.get(metric, "")
-            if not has_lag or metric not in (*MISMATCHES, *OF_KEYS):
+            if not has_lag or metric not in known:
                 lags = f", each also as lag_0/… to lag_{oldest}/…" if oldest is not None else ""
-                yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join((*MISMATCHES, *OF_KEYS))}{lags}"
+                yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join(known)}{lags}"
             elif missing and not _gives_metrics(config, missing):
                 yield f"{_KEY}.{key} has the metric {name!r}, which needs {_KEY}.{missing}; set it, or remove the limit"
+            elif is_lower and not 0 < limit <= 1:
+                yield f"{_KEY}.{key}.{name} is {limit:g}; it has to be above 0 and at most 1"
             elif not math.isfinite(limit) or limit <= 0:
                 yield f"{_KEY}.{key}.{name} is {limit:g}; it has to be finite and above 0"

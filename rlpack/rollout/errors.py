@@ -18,7 +18,7 @@ class LogprobGapError(EngineError):
 
 
 class MismatchError(EngineError):
-    """The trainer's policy and the one that sampled are further apart than `algorithm.correction.stop_above` allows."""
+    """The trainer's policy and the one that sampled are further apart than a limit of `algorithm.correction` allows."""
 
 
 class StalenessError(EngineError):

@@ -53,8 +53,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [fault("generate", "kill", 2)],
         # While step 2 updates the actor, the batch of step 3 is still being generated.
         [fault("generate", "slow", 2), fault("update", "kill", 2, by="signal")],
+        [fault("generate", "stop", 2)],
+        [fault("generate", "lost reply", 2)],
     ],
-    ids=["draw", "update"],
+    ids=["draw", "update", "hang", "lost reply"],
 )
 def test_a_batch_is_generated_again_with_the_weights_that_it_began_with(
     undisturbed: Path, tmp_path: Path, plan: list[dict[str, Any]]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from benchmarks.ledger import lineage, problems_of
 from rlpack.data.sampler import prompt_positions
 from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until
-from tests.end_to_end.settings import UNEVEN
+from tests.end_to_end.settings import FIRST_CHARACTER, UNEVEN
 from tests.vllm.engines import engine_processes
 
 LEAD, STEPS, PROMPTS = 2, 12, 8
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.slow
 # A run takes 25 s; `make test-vllm-long` kills one twice, and runs one with late groups.
 IS_LONG = os.environ.get("RLPACK_IN_FLIGHT") == "all"
 KILLED_AT = (3, 7) if IS_LONG else (3,)
+long = pytest.mark.skipif(not IS_LONG, reason="`make test-vllm-long` runs it")
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
@@ -95,7 +97,34 @@ def test_a_resumed_run_keeps_its_way_to_publish(disturbed: Command):
     assert "rollout.publish ('drain', was 'in_flight')" in command.err
 
 
-@pytest.mark.skipif(not IS_LONG, reason="`make test-vllm-long` runs it")
+@pytest.mark.parametrize(
+    ("words", "lead"),
+    [
+        pytest.param(("rollout.kv_cache=keep",), LEAD, id="grpo_keep"),
+        pytest.param(("recipe=ppo",), LEAD, id="ppo", marks=long),
+        pytest.param(("recipe=dapo", "dapo.overlong_buffer=2"), 1, id="dapo", marks=long),
+        pytest.param(("recipe=remax",), LEAD, id="remax", marks=long),
+    ],
+)
+def test_other_recipes_and_kept_caches_train_within_the_bound(tmp_path: Path, words: Sequence[str], lead: int):
+    others = ("trainer.steps=6", "checkpoint.every=6", f"trainer.lead={lead}", *FIRST_CHARACTER, *words)
+    run = done(tmp_path, *OVERRIDES, *others, ranks=1)
+    taken = trained(run.run_dir)
+    assert [one["step"] for one in taken] == list(range(1, 7))
+    prompts = [one["prompts_consumed"] for one in taken]
+    if "recipe=dapo" in words:  # it draws until its batch is full
+        assert all(after - before >= PROMPTS for before, after in pairwise([0, *prompts]))
+    else:
+        assert prompts == [PROMPTS * step for step in range(1, 7)]
+    assert max(one["rollout/lag"] for one in taken) == lead, "nothing ran ahead"
+    assert all(one["actor/grad_norm"] > 0 for one in taken)
+    for one in taken:
+        assert one.get("rollout/canary_gap", 0) <= 1e-4
+        # The log-prob of a token is that of the weights that sampled it; kept keys and values are of older ones.
+        assert one.get("mismatch/lag_0/gap", 0) <= (0.05 if "rollout.kv_cache=keep" in words else 1e-4)
+
+
+@long
 def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_the_checkpoint(tmp_path: Path):
     words = (
         *OVERRIDES,

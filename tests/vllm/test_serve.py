@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.compose import compose
@@ -22,6 +22,7 @@ from rlpack.data.tokenization import character_tokenizer
 from rlpack.rollout.vllm.vllm_package import installation_problem
 from rlpack.worker import RankContext
 from rlpack.workers.judge import JudgeWorker
+from tests.end_to_end.commands import Command, done, records
 from tests.vllm.servers import START_S, Served, ends, family, printed_until, served, start
 
 PROBLEM = installation_problem(on_gpu=False)
@@ -134,10 +135,41 @@ def test_a_run_with_the_printed_overrides_is_scored_by_it(judge, monkeypatch):
     assert scored["reward_retries"].tolist() == [0, 0]
 
 
+@pytest.fixture(scope="module")
+def judged(judge: Served, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """Run the printed command, with few and short steps."""
+    line = next(line for line in judge.printed.splitlines() if line.startswith("rlpack train "))
+    words = ("experiment=smoke", "judge.weight=0.5", "trainer.steps=3", "checkpoint.every=3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", judge.token)
+        return done(tmp_path_factory.mktemp("judged"), *shlex.split(line)[2:], *words, ranks=1)
+
+
+def test_every_response_of_a_run_with_the_printed_command_is_scored_by_it(judged: Command):
+    steps = [record for record in records(judged.run_dir) if record["phase"] == "train"]
+    assert len(steps) == 3
+    for step in steps:
+        assert step["reward/judge"] == pytest.approx(0.7)
+        assert step["reward/quarantined"] == 0
+        # The reward of the default function, 0 or 1 for each response, and half of the judge's.
+        assert 0.35 - 1e-6 <= step["reward/mean"] <= 1.35 + 1e-6
+
+
 def test_sigterm_ends_it_with_all_its_processes_and_its_folder(judge):
     folder = Path(re.findall(r"\$\(cat (\S+)\)", judge.printed)[0]).parent
     assert ends(judge.process, signal.SIGTERM) == 0
     assert not folder.exists()
+
+
+def test_a_runs_directory_serves_its_trained_model(judged: Command):
+    model = AutoModelForCausalLM.from_pretrained(judged.run_dir / "model").eval()
+    prompt = AutoTokenizer.from_pretrained(judged.run_dir / "model")("a1b2=").input_ids
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    with served(judged.run_dir, "--max-length", "64") as running:
+        (listed,) = httpx.get(f"{running.url}/models", headers=running.headers, timeout=60.0).json()["data"]
+        request = {"prompt": prompt, "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        (choice,) = complete(running, model=listed["id"], **request).json()["choices"]
+        assert choice["token_ids"] == expected[0, len(prompt) :].tolist()
 
 
 def test_without_a_chat_template_completions_work_and_chats_say_what_is_missing(tmp_path):

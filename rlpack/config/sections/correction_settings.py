@@ -1,7 +1,7 @@
 """The section of off-policy correction."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -16,6 +16,8 @@ CRITERIA = (
 
 # Metrics `mismatch/<name>` that can have limits.
 MISMATCHES = ("kl", "k3", "chi2", "gap", "largest_gap", "perplexity_ratio")
+# Those whose limits are lower ones.
+SHARES = ("effective_share",)
 # Further ones, with the key that gives a run these metrics.
 OF_KEYS = {"weights_bounded": "weights", "rejected_tokens": "reject", "rejected_rows": "reject"}
 
@@ -55,6 +57,14 @@ class Correction(Section):
     stop_above: dict[str, float] = Field(
         default_factory=dict, description="Limits on the same metrics above which the run ends."
     )
+    warn_below: dict[str, float] = Field(
+        default_factory=dict,
+        description="A limit on the effective sample size, as {effective_share: 0.5} or {lag_1/effective_share: 0.5}; "
+        "below, the run warns once.",
+    )
+    stop_below: dict[str, float] = Field(
+        default_factory=dict, description="A limit on the same metric below which the run ends."
+    )
     bypass: bool = Field(
         default=False,
         description="Take the sampler's own log-probs as the old ones. The policy loss then clips the ratio to the "
@@ -74,7 +84,15 @@ class Correction(Section):
     @property
     def measures(self) -> bool:
         """Whether the correction compares old log-probs with the sampler's."""
-        return self.weights != "none" or bool(self.reject or self.warn_above or self.stop_above)
+        return self.weights != "none" or bool(self.reject) or any(limits for _, limits in self.limits)
+
+    @property
+    def limits(self) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yield the key and the limits of each mapping, those that end the run first."""
+        yield "stop_above", self.stop_above
+        yield "stop_below", self.stop_below
+        yield "warn_above", self.warn_above
+        yield "warn_below", self.warn_below
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:

@@ -23,6 +23,7 @@ def test_the_default_and_every_mode_alone_are_fine():
     assert problems(reject={"seq_mean_k1": [0.99, 1.01], "token_k3": 0.5}) == []
     assert problems(weights="token", warn_above={"weights_bounded": 0.1}) == []
     assert problems(reject={"token_k3": 0.5}, stop_above={"rejected_tokens": 100.0}) == []
+    assert problems(bypass=True, warn_below={"effective_share": 0.9}, stop_below={"effective_share": 0.5}) == []
 
 
 @pytest.mark.parametrize("rollout", [{"top_k": 5}, {"top_p": 0.9}])
@@ -49,6 +50,9 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
         ),
         ({"stop_above": {"rejected_rows": 9.0}}, "'rejected_rows', which needs algorithm.correction.reject; set it"),
         ({"warn_above": {"kl": 0.0}}, "warn_above.kl is 0; it has to be finite and above 0"),
+        ({"stop_below": {"k3": 0.5}}, "stop_below has the metric 'k3'; choose from effective_share"),
+        ({"stop_above": {"effective_share": 0.5}}, "stop_above has the metric 'effective_share'; choose from kl, k3"),
+        ({"warn_below": {"effective_share": 1.5}}, "effective_share is 1.5; it has to be above 0 and at most 1"),
         ({"reject": {"seq_sum_k3": 0.0}}, "reject.seq_sum_k3 is 0.0; it takes one or two positive numbers"),
     ],
 )

@@ -105,12 +105,17 @@ class SimulatedRank:
             if self.engine.is_alive:
                 return False
             self.engine, self.num_engines = SimulatedEngine(self), self.num_engines + 1
+            self.engine.is_interrupted = self.is_publishing
             self.in_flight.move_to(cast(Any, self.engine))
             return True
 
     def publish(self, version: int) -> None:
         with self.lock:
-            self.version, self.engine.is_interrupted, self.is_publishing = version, False, False
+            self.version = version
+
+    def resume(self) -> None:
+        with self.lock:
+            self.engine.is_interrupted = self.is_publishing = False
 
 
 class SimulatedGroup:
@@ -141,6 +146,8 @@ class SimulatedGroup:
         return {}
 
     def run(self, method: Any, *args: Any) -> None:
+        if method.__name__ == "resume":
+            assert len({rank.version for rank in self.every}) == 1, "an engine goes on before all have the weights"
         for rank in self.every:
             vars(type(rank))[method.__name__](rank, *args)
 

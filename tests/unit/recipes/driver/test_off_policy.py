@@ -363,6 +363,24 @@ def test_limits_apply_to_bounded_weights_and_rejected_tokens_of_a_lag(tmp_path: 
     Updates(tmp_path, bounded.model_copy(update={"stop_above": {"weights_bounded": 1.0}}), old).run(rollouts)
 
 
+def test_a_run_warns_or_ends_if_the_effective_sample_is_too_small(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    share = float(Updates(tmp_path, Correction(weights="token"), old).run(rollouts)["mismatch/effective_share"])
+    assert 0 < share < 0.999
+    for limit, is_below in ((0.999 * share, False), (1.001 * share, True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Updates(tmp_path, Correction(warn_below={"effective_share": limit}), old).run(rollouts)
+        assert ("mismatch/effective_share is" in caplog.text) == is_below
+    low = Correction(stop_below={"lag_1/effective_share": 1.0})
+    with pytest.raises(
+        MismatchError,
+        match=r"effective_share is 0\.\d+, below .*stop_below.lag_1/effective_share=1; .* lower the limit",
+    ):
+        Updates(tmp_path, low, old, lead=2).run(rollouts)
+
+
 def test_the_limit_of_the_gap_applies_to_tokens_of_the_newest_version_alone(tmp_path: Path):
     rollouts, old = rollouts_and_old()
     rollouts = with_versions(rollouts)
