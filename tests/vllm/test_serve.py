@@ -149,10 +149,10 @@ def test_every_response_of_a_run_with_the_printed_command_is_scored_by_it(judged
     steps = [record for record in records(judged.run_dir) if record["phase"] == "train"]
     assert len(steps) == 3
     for step in steps:
-        assert step["reward/judge"] == pytest.approx(0.7)
-        assert step["reward/quarantined"] == 0
-        # The reward of the default function, 0 or 1 for each response, and half of the judge's.
-        assert 0.35 - 1e-6 <= step["reward/mean"] <= 1.35 + 1e-6
+        assert step["reward/functions/judge"] == pytest.approx(0.7)
+        assert step["reward/roles/judge"] == pytest.approx(0.35)
+        assert step["reward/mean"] == pytest.approx(step["reward/roles/reward"] + 0.35)
+        assert step["reward/quarantined"] == step["reward/retries"] == 0
 
 
 def test_sigterm_ends_it_with_all_its_processes_and_its_folder(judge):
