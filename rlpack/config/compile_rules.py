@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rlpack.config.model_sizes import model_sizes
 from rlpack.config.roles import WITH_LAYOUTS, role_compute, role_parallel, runs_packed, started_roles
 from rlpack.config.schema import Config
 
@@ -12,6 +13,11 @@ def compile_problems(config: Config) -> Iterator[str]:
         if role not in WITH_LAYOUTS or not role_compute(config, role).compile:
             continue
         key, settings, parallel = f"{role}.compile", role_compute(config, role), role_parallel(config, role)
+        if experts := model_sizes(config, role).experts:
+            yield (
+                f"{key} is set, and the model has {experts} experts, whose numbers of tokens change with every row, so "
+                f"its layers would be compiled repeatedly; set {key}=false"
+            )
         if not runs_packed(config, role):
             yield f"{key} is set, and compiles layers for packed rows only; set batching.mode=packed or {key}=false"
         if settings.gradient_checkpointing == "selective":

@@ -1,7 +1,7 @@
 """The guide's list of settings that can't be combined: each is refused with the keys to change.
 
-Two rows depend on more than the configuration: experts with `compile` (tests/unit/models/test_compiled_layers.py), and
-resuming 8-bit moments on other layouts.
+Resuming 8-bit moments on other layouts depends on more than the configuration, and so do experts with `compile` in a
+model of the hub (tests/unit/models/test_compiled_layers.py).
 """
 
 import pytest
@@ -24,6 +24,10 @@ BYPASS = "algorithm.correction.bypass=true"
         ((COMPILED, "batching.mode=fixed"), "set batching.mode=packed or actor.compile=false"),
         ((COMPILED, "actor.gradient_checkpointing=selective"), "set actor.gradient_checkpointing to full or none"),
         ((COMPILED, "actor.offload=parameters"), "set actor.offload=optimizer or actor.compile=false"),
+        (
+            (COMPILED, "model.config={model_type: qwen3_moe, num_experts: 8}"),
+            "the model has 8 experts, whose numbers of tokens change with every row",
+        ),
         ((COMPILED, "actor.lora.rank=4"), "set actor.compile=false"),
         ((SHARED, "actor.parallel.cp=2", "actor.parallel.cp_method=all_gather"), "actor.parallel.cp_method=ulysses"),
         ((SHARED, "batching.mode=fixed"), "needs batching.mode=packed"),
