@@ -154,7 +154,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def interrupt(self) -> None:
-        """Stop sampling until new weights are published; rows in flight keep the tokens sampled so far."""
+        """Stop sampling until `resume`; rows in flight keep the tokens sampled so far."""
         engine, self._is_interrupted = cast(StreamingEngine, self._engine), True
         if self._is_unhealthy:  # it is replaced before weights arrive; a hung one would not answer
             return

@@ -92,7 +92,7 @@ class EngineAccess:
                 self._num_starts, self._failed = num_starts, frozenset(range(num_ranks))
 
     def record_replacement(self, num_starts: int) -> None:
-        """Record that all engines can answer: both failed engines and those on started ranks have weights again."""
+        """Record that the engines of all ranks, which had been started `num_starts` times, have weights again."""
         with self._changed:
             self._num_starts, self._failed = num_starts, frozenset()
 

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def interrupted(rollout: WorkerGroup[RolloutWorker], config: Config) -> Iterator[None]:
-    """Stop sampling for a block that publishes weights, with `rollout.publish=in_flight`; nothing runs with drain.
+    """Interrupt the engines for a block that publishes weights.
 
-    No engine samples again before all of them have passed the canary: if the block raises, none does.
+    With `rollout.publish=drain`, no engine has rows then, so nothing is called. With `in_flight`, no engine samples
+    again before all have passed the canary; if the block raises, none does.
 
     Raises:
         RoleError: a rank died or missed its deadline.

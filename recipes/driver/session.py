@@ -249,7 +249,8 @@ class Session:
                 stack.enter_context(self.engine_access.publication(of))
             with engine_restarts.interrupted(self.rollout, self.config):
                 yield
-            self.engine_access.record_replacement(self.rollout.ranks.num_starts)
+                num_starts = self.rollout.ranks.num_starts  # engines of later starts have no weights
+            self.engine_access.record_replacement(num_starts)
 
     def replace_engines(self) -> float:
         """Start a new engine for each that failed, with the weights that were published last; return the canary's gap.

@@ -84,11 +84,11 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     if token_s is not None:
         return RunRates(responses, replace(rates, token_s=token_s), train_ranks)
     if _is_in_flight(config):
-        found = _token_time_in_flight(run_dir, config)
+        measured_time = _token_time_in_flight(run_dir, config)
     else:
-        found = _token_time_of_batches(run_dir, config, steps, responses, rates, engines)
-    rates = replace(rates, token_s=found.alone_s, token_s_per_response=found.per_response_s)
-    return RunRates(responses, rates, train_ranks, found.most_responses)
+        measured_time = _token_time_of_batches(run_dir, config, steps, responses, rates, engines)
+    rates = replace(rates, token_s=measured_time.alone_s, token_s_per_response=measured_time.per_response_s)
+    return RunRates(responses, rates, train_ranks, measured_time.most_responses)
 
 
 def late_window(run_dir: Path) -> int:
@@ -141,13 +141,13 @@ def _token_time_in_flight(run_dir: Path, config: Mapping[str, Any]) -> TokenTime
     Raises:
         DataError: the run's spans have no statistics of engines.
     """
-    found = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED)
-    if found is None:
+    of_engines = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED)
+    if of_engines is None:
         raise DataError(
             f"{run_dir} is a run with rollout.publish=in_flight, whose time/generate_s includes waits for other "
             "batches, and its spans have no statistics of engines after the first steps; give --token-ms"
         )
-    return found
+    return of_engines
 
 
 def _token_time_of_batches(
@@ -174,13 +174,15 @@ def _token_time_of_batches(
     Raises:
         DataError: no step has a time of generation.
     """
-    known = [one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps if "time/generate_s" in one]
-    if not known:
+    per_token = [
+        one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps if "time/generate_s" in one
+    ]
+    if not per_token:
         raise DataError(f"{run_dir} has no step with time/generate_s; give --token-ms")
     most = min(rates.slots, -(-rates.rows_per_step // engines))
     shape = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED) or TokenTime(1.0, 0.0, most)
     unscaled = replace(rates, token_s=shape.alone_s, token_s_per_response=shape.per_response_s)
-    scale = statistics.median(known) / generation_over_longest(responses, rates.rows_per_step, engines, unscaled)
+    scale = statistics.median(per_token) / generation_over_longest(responses, rates.rows_per_step, engines, unscaled)
     return TokenTime(scale * shape.alone_s, scale * shape.per_response_s, most)
 
 

@@ -23,10 +23,10 @@ FLAG = "--async"
 _WRONG_ARGUMENTS, _WRONG_DATA = 2, 3
 _TRACE_ROWS = 16_384
 _LONGEST_LEAD, _LARGEST_LIMIT = 64, 1000
-# A forecast is given a note if an engine has more responses than were measured, by this factor.
+# Add a note if an engine has this many times the responses that were measured.
 _FURTHER = 1.25
 # The steps of a forecast: fewer for large batches, each of which has enough responses for an average.
-_LEAST_STEPS, _MOST_STEPS, _SIMULATED_ROWS = 20, 60, 20_000
+_LEAST_STEPS, _MOST_STEPS, _SIMULATED_ROWS = 15, 60, 16_000
 # Option, type and help; the defaults are those of `Rates`.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("slots", int, "responses that an engine generates at once"),
@@ -80,9 +80,9 @@ def _simulate(given: argparse.Namespace) -> None:
     limit = None
     if given.max_staleness is not None:
         limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
-    own = _lengths_and_rates(given)
-    lengths = own.lengths
-    rates, ranks = _with_options(own.rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
+    measured_rates = _lengths_and_rates(given)
+    lengths = measured_rates.lengths
+    rates, ranks = _with_options(measured_rates.rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
     leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
     print(_rates_line(lengths, rates))
     window = late_window(Path(given.lengths))
@@ -111,7 +111,7 @@ def _simulate(given: argparse.Namespace) -> None:
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
     print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
-    for note in _notes(own, rates, setup, has_train_rate=given.train_tokens_per_s is not None):
+    for note in _notes(measured_rates, rates, setup, has_train_rate=given.train_tokens_per_s is not None):
         print(note)
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
 
@@ -128,26 +128,26 @@ def _rates_line(lengths: np.ndarray, rates: Rates) -> str:
     )
 
 
-def _notes(own: RunRates, rates: Rates, setup: Setup, *, has_train_rate: bool) -> Iterator[str]:
+def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, has_train_rate: bool) -> Iterator[str]:
     """Yield what the forecast of a setup assumes beyond the measurements.
 
     Args:
-        own: what a run has measured.
+        measured_rates: what a run has measured.
         rates: the rates of the forecast.
         setup: the setup.
         has_train_rate: the rate of training was given, not measured.
     """
-    if own.train_ranks not in (None, setup.train_ranks) and not has_train_rate:
+    if measured_rates.train_ranks not in (None, setup.train_ranks) and not has_train_rate:
         yield (
-            f"tokens/s a rank were measured on {counted(own.train_ranks, 'training rank')}, and are assumed to be the "
-            f"same on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, so compare "
-            "with a short run of the setup"
+            f"tokens/s a rank were measured on {counted(measured_rates.train_ranks, 'training rank')}, and are assumed "
+            f"to be the same on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, "
+            "so compare with a short run of the setup"
         )
     responses = setup.responses_of_an_engine(rates)
-    if own.most_responses is not None and responses > _FURTHER * own.most_responses:
+    if measured_rates.most_responses is not None and responses > _FURTHER * measured_rates.most_responses:
         yield (
-            f"the time of a token was measured with up to {counted(own.most_responses, 'response')} at a time in an "
-            f"engine; this setup has up to {responses:,}, so compare with a short run of it"
+            f"the time of a token was measured with up to {counted(measured_rates.most_responses, 'response')} at a "
+            f"time in an engine; this setup has up to {responses:,}, so compare with a short run of it"
         )
 
 

@@ -46,12 +46,12 @@ def token_time(run_dir: Path, pool: str, skipped: int) -> TokenTime | None:
         None if the run has no such statistics.
     """
     windows = _windows(run_dir, pool, skipped)
-    known = [window for window in windows if min(window.values.get(name, 0.0) for name in ("running", "tokens")) > 0]
-    if not known:
+    busy = [window for window in windows if min(window.values.get(name, 0.0) for name in ("running", "tokens")) > 0]
+    if not busy:
         return None
-    responses = np.array([window.values["running"] for window in known])
-    iterations = np.array([window.values["tokens"] for window in known]) / responses
-    seconds = np.array([window.duration_us for window in known]) / 1e6
+    responses = np.array([window.values["running"] for window in busy])
+    iterations = np.array([window.values["tokens"] for window in busy]) / responses
+    seconds = np.array([window.duration_us for window in busy]) / 1e6
     at_none_s, per_response_s = _line(responses, seconds / iterations, iterations)
     return TokenTime(at_none_s + per_response_s, per_response_s, int(np.ceil(responses.max())))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, OF_KEYS, SHARES, bounds_of
+from rlpack.config.sections.correction_settings import CRITERIA, LOWER_LIMITED, MISMATCHES, OF_KEYS, bounds_of
 
 _KEY = "algorithm.correction"
 
@@ -57,7 +57,7 @@ def _limit_problems(config: Config) -> Iterator[str]:
     oldest = config.trainer.max_lag if config.trainer.lead else None  # without a lead, no lags are measured
     for key, limits in correction.limits:
         is_lower = key.endswith("below")
-        known = SHARES if is_lower else (*MISMATCHES, *OF_KEYS)
+        known = LOWER_LIMITED if is_lower else (*MISMATCHES, *OF_KEYS)
         for name, limit in limits.items():
             lag, _, metric = name.rpartition("/")
             number = lag.removeprefix("lag_")

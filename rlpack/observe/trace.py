@@ -25,7 +25,8 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("logprobs", "values", "kl_sums"), "log-probs"),
     "train_step": "update",
     **dict.fromkeys(
-        ("export_bucket", "interrupt", "load_bucket", "publish", "canary_logprobs", "finish_transfer"), "weights"
+        ("export_bucket", "interrupt", "load_bucket", "publish", "resume", "canary_logprobs", "finish_transfer"),
+        "weights",
     ),
     **dict.fromkeys(("save", "start_save", "save_is_done", "finish_save", "load"), "checkpoint"),
 }

@@ -16,8 +16,8 @@ CRITERIA = (
 
 # Metrics `mismatch/<name>` that can have limits.
 MISMATCHES = ("kl", "k3", "chi2", "gap", "largest_gap", "perplexity_ratio")
-# Those whose limits are lower ones.
-SHARES = ("effective_share",)
+# Metrics with a lower limit.
+LOWER_LIMITED = ("effective_share",)
 # Further ones, with the key that gives a run these metrics.
 OF_KEYS = {"weights_bounded": "weights", "rejected_tokens": "reject", "rejected_rows": "reject"}
 

@@ -21,7 +21,7 @@ class ResponseBatch:
     """
 
     def __init__(self, lengths: np.ndarray) -> None:
-        """Wait for slots.
+        """Start with all responses queued.
 
         Args:
             lengths: tokens of each response, [N].
@@ -35,7 +35,8 @@ class _Engine:
     """One engine.
 
     Attributes:
-        rows: the responses in its slots: the token count of the engine at which each ends, its batch, and its row.
+        rows: a heap of the responses in its slots: the value of `tokens` at which each ends, its number in the order
+            of starts, and its batch.
         tokens: tokens that each slot has generated since the start.
         at_s: time up to which `tokens` counts.
         version: grows with each change of the schedule.
@@ -148,7 +149,7 @@ class Engines:
             engine.at_s = now
 
     def _schedule(self, number: int) -> None:
-        """Foresee when the next response of an engine ends."""
+        """Push the next end of an engine's response, and invalidate its earlier event."""
         engine = self._engines[number]
         engine.version += 1
         if engine.rows:

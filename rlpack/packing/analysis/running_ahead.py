@@ -18,7 +18,7 @@ from rlpack.packing.analysis.engine_schedule import Engines, ResponseBatch
 from rlpack.packing.errors import PackingError
 
 Publish = Literal["drain", "in_flight"]
-# The first steps, which fill the pipeline, are not counted.
+# At least this many first steps, which fill the pipeline, are not counted.
 _WARM_UP = 5
 
 
@@ -106,11 +106,14 @@ class RunForecast(NamedTuple):
 def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int = 60, seed: int = 0) -> RunForecast:
     """Return the expected performance of a setup.
 
+    With a lead, batches that start together may end together, in rounds of `lead` + 1 steps. So the steps that count
+    are whole rounds, which begin after the first one and during which batches are started as in a long run.
+
     Args:
         lengths: response lengths to draw from, in tokens, int64 [n].
         rates: the measured rates of the run.
         setup: how the run uses its ranks.
-        steps: number of simulated steps.
+        steps: least number of steps that count.
         seed: random seed for drawing lengths.
 
     Raises:
@@ -118,7 +121,10 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     """
     _check(setup)
     draws = np.random.default_rng(seed)
-    rows = [draws.choice(lengths, rates.rows_per_step) for _ in range(steps)]
+    round_steps = setup.lead + 1
+    warm_up = max(_WARM_UP, round_steps)
+    counted_steps = round_steps * max(2, -(-steps // round_steps))
+    rows = [draws.choice(lengths, rates.rows_per_step) for _ in range(warm_up + counted_steps + round_steps)]
     train_s = [
         float(batch.sum() + rates.prompt_tokens * batch.size) / (rates.train_tokens_per_s * setup.train_ranks)
         for batch in rows
@@ -130,10 +136,10 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     published: list[float] = []
     lags: list[np.ndarray] = []
     begun = 0
-    for step in range(steps):
-        if step == _WARM_UP:
+    for step in range(warm_up + counted_steps):
+        if step == warm_up:
             began, waited_s, busy_s = now, 0.0, engines.busy_until(now)
-        last = min(steps - 1, step + (setup.lead if setup.publish == "in_flight" else 0))
+        last = step + (setup.lead if setup.publish == "in_flight" else 0)
         while begun <= last:
             waiting.append(engines.add(now, rows[begun]))
             begun += 1
@@ -142,7 +148,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         waited_s += max(0.0, scored - now)
         now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
-        if setup.publish == "drain" and setup.lead and begun < steps:
+        if setup.publish == "drain" and setup.lead:
             waiting.append(engines.add(now, rows[begun]))
             begun += 1
         now += train_s[step]
@@ -156,7 +162,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     span = now - began
     staleness = np.concatenate(lags)
     return RunForecast(
-        step_s=span / (steps - _WARM_UP),
+        step_s=span / counted_steps,
         training_idle=waited_s / span,
         engines_idle=max(0.0, 1 - (engines.busy_until(now) - busy_s) / (span * slots)),
         staleness_mean=float(staleness.mean()),

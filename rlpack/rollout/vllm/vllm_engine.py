@@ -237,8 +237,12 @@ class VLLMEngine:
         self._started.meter.end()
 
     def resume(self) -> None:
-        """Continue interrupted rows; see `StreamingEngine.resume`."""
-        self._loop.run(self._rows.resume(self._policy_version), self._deadline, "continue its requests")
+        """Continue interrupted rows; see `StreamingEngine.resume`.
+
+        Raises:
+            EngineError: vLLM missed a deadline.
+        """
+        self._control(self._rows.resume(self._policy_version), "continue its requests")
 
     def sleep(self) -> None:
         """Free GPU memory; see `StreamingEngine.sleep`."""

@@ -1,7 +1,8 @@
+import logging
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -283,6 +284,69 @@ def test_a_live_engine_that_fails_the_canary_is_replaced_once_if_it_can_be():
     send(policy, alone, 1)
     with pytest.raises(CanaryError, match="policy version 1"):
         alone.publish(expected, CANARY, 1, True)  # no engine can be started in its place
+
+
+class Interruptible(Corrupted):
+    """Notes when it is interrupted and resumed; it can die while it is resumed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.calls: list[str] = []
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        if self.is_faulty:
+            self.is_alive = False
+            raise EngineError("the engine died")
+
+
+@pytest.fixture
+def interruptible() -> RolloutWorker:
+    def engine() -> Interruptible:
+        return Interruptible(
+            build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9, attention_name="sdpa")
+        )
+
+    tolerance = TOLERANCES[torch.float32]
+    return RolloutWorker(RankContext(), engine(), tiny_tokenizer(), canary_tolerance=tolerance, rebuild=engine)
+
+
+def test_an_interrupted_engine_and_its_replacement_wait_until_they_are_resumed(interruptible: RolloutWorker):
+    worker, policy = interruptible, policy_of()
+    expected, first = own_logprobs(policy), cast(Interruptible, worker._engine)
+    worker.resume()
+    assert first.calls == []  # it was not interrupted
+    worker.interrupt()
+    first.is_faulty = True
+    send(policy, worker, 1)
+    assert worker.publish(expected, CANARY, 1, True) == math.inf
+    worker.replace_failed_engine()
+    second = cast(Interruptible, worker._engine)
+    send(policy, worker, 1)
+    worker.publish(expected, CANARY, 1)
+    assert (first.calls, second.calls) == (["interrupt"], ["interrupt"])
+    worker.resume()
+    worker.resume()
+    assert second.calls == ["interrupt", "resume"]
+
+
+def test_an_engine_that_dies_when_it_is_resumed_is_replaced_later(
+    interruptible: RolloutWorker, caplog: pytest.LogCaptureFixture
+):
+    worker, policy = interruptible, policy_of()
+    engine = cast(Interruptible, worker._engine)
+    send(policy, worker, 1)
+    worker.interrupt()
+    worker.publish(own_logprobs(policy), CANARY, 1)
+    engine.is_faulty = True
+    with caplog.at_level(logging.WARNING):
+        worker.resume()
+    assert "the engine died; the engine of rank 0 is replaced" in caplog.text
+    assert worker.replace_failed_engine()
+    assert worker._engine is not engine
 
 
 def test_no_token_is_sampled_with_weights_that_are_unpublished_or_failed_the_canary():

@@ -48,11 +48,19 @@ def test_scoring_delays_a_batch_and_leaves_the_engines_to_later_ones(setup: Setu
 def test_responses_of_an_engine_slow_each_other_down(added_s: float):
     rates = Rates(**(vars(RATES) | {"token_s_per_response": added_s, "slots": 400, "train_tokens_per_s": 1e9}))
     for engines, others in ((1, 9), (2, 4), (10, 0), (20, 0)):
-        found = forecast_run(EVEN, rates, Setup(1, "drain", engines, 1), steps=205)
-        assert found.step_s == pytest.approx(100 * (0.1 + others * added_s), rel=0.01)  # the last step draws nothing
-    # Batches in flight end together, one after the other is trained on at once, and as many begin.
-    in_flight = forecast_run(EVEN, rates, Setup(3, "in_flight", 1, 1), steps=45)
-    assert in_flight.step_s == pytest.approx(100 * (0.1 + 39 * added_s) / 4, rel=0.1)
+        found = forecast_run(EVEN, rates, Setup(1, "drain", engines, 1))
+        assert found.step_s == pytest.approx(100 * (0.1 + others * added_s))
+
+
+@pytest.mark.parametrize("lead", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("steps", [15, 60])
+def test_batches_in_flight_come_in_rounds_of_which_whole_ones_count(lead: int, steps: int):
+    rates = Rates(**(vars(RATES) | {"token_s_per_response": 0.01, "slots": 4000, "train_tokens_per_s": 1e9}))
+    # All batches in flight end together and are trained on at once, and as many begin.
+    found = forecast_run(EVEN, rates, Setup(lead, "in_flight", 1, 1), steps=steps)
+    together = 10 * (lead + 1)
+    assert found.step_s == pytest.approx(100 * (0.1 + (together - 1) * 0.01) / (lead + 1), rel=0.01)
+    assert found.engines_idle == pytest.approx(0, abs=0.01)
 
 
 @pytest.mark.parametrize("slots", [40, 400])

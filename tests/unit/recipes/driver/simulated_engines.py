@@ -172,7 +172,7 @@ class Weights:
 
 
 class FailingCanary:
-    """The channel of weights, whose first publication fails the canary of rank 0; rank 1 goes on."""
+    """The channel of weights, whose first publication fails the canary of rank 0."""
 
     def __init__(self, group: SimulatedGroup) -> None:
         self.group, self.interrupted = group, []

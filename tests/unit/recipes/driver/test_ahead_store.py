@@ -36,7 +36,9 @@ class Payloads:
         trainer = Trainer(steps=steps, lead=lead, prompts_per_step=1)
         self.session = session_of(folder, trainer=trainer, rollout=Rollout(**rollout))
         self.session.__dict__["rollout_weights"] = self.weights = cast(Any, type("Weights", (), {"version": 1})())
-        self.session.groups["rollout"] = cast(Any, AnsweringGroup("rollout", Batching(), {}))
+        self.session.groups["rollout"] = cast(
+            Any, AnsweringGroup("rollout", Batching(), {"interrupt": None, "resume": None})
+        )
         self.store = RayStore(budget, wait_s=LONG_S, room=lambda: {"a": (1e9, 1e9)})
         self.session.store = cast(Any, self)
         self.before: dict[int, Callable[[], object]] = {}
@@ -90,7 +92,6 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Payloads]:
     def make(*args: Any, **named: Any) -> Payloads:
         made = Payloads(*args, **named)
         monkeypatch.setattr(ahead, "sync_weights", made.publish)
-        monkeypatch.setattr(made.session, "_interrupt_engines", lambda: None)
         return made
 
     return make

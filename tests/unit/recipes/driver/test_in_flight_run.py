@@ -269,6 +269,29 @@ def test_no_engine_samples_while_weights_are_published_again_after_a_failed_cana
     assert not any(rank.engine.is_interrupted for rank in session.rollout.every)
 
 
+def test_ranks_that_are_started_again_while_engines_go_on_get_the_weights_again(tmp_path: Path):
+    session = started(tmp_path, steps=1, lead=1)
+    access = session.engine_access
+
+    def run(method: Any, *args: Any) -> None:
+        if method.__name__ == "resume":  # a rank dies, and its pool is started again
+            session.rollout.num_starts += 1
+
+    session.rollout.run = run
+    with session.publication():
+        access.record_failure(0)
+    assert access.failed == frozenset()
+    access.record_starts(session.rollout.ranks.num_starts, RANKS)  # as a router does for each call
+    assert access.failed == frozenset(range(RANKS))
+
+
+def test_engines_stay_interrupted_if_a_publication_fails(tmp_path: Path):
+    session = started(tmp_path, steps=1, lead=1)
+    with pytest.raises(ValueError, match="lost"), session.publication():
+        raise ValueError("lost")
+    assert all(rank.engine.is_interrupted for rank in session.rollout.every)
+
+
 def test_batches_drawn_ahead_are_refused_if_prompts_would_be_trained_on_twice_or_never(tmp_path: Path):
     session = started(tmp_path, steps=10, lead=3)
     queue = walk(session, Ledger(), until=1)
