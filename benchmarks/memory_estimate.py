@@ -4,10 +4,10 @@
     python benchmarks/memory_estimate.py --device cuda      # on one GPU: torch.cuda.max_memory_allocated
     python benchmarks/memory_estimate.py --only lora tp2    # some settings
 
-A rank builds the actor of a configuration as in a run, and takes two optimizer steps. The peak is that of the second
-one: on a CPU the sum of what PyTorch's allocator reports to its profiler, and VmHWM in another process that returns
-freed memory at once; on a GPU that of its allocator. The estimate is that of `rlpack train --dry-run` for the role,
-without what is assumed for libraries. gloo's own buffers are in the measured peak only.
+A rank builds the actor or the critic of a configuration as in a run, and takes two optimizer steps. The peak is that of
+the second one: on a CPU the sum of what PyTorch's allocator reports to its profiler, and VmHWM in another process that
+returns freed memory at once; on a GPU that of its allocator. The estimate is that of `rlpack train --dry-run` for the
+role, without what is assumed for libraries. gloo's own buffers are in the measured peak only.
 """
 
 import argparse
@@ -18,24 +18,26 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from rlpack.config.schema import Actor, Config, Model, Placement, Pool
+from rlpack.config.schema import Actor, Config, Model, Placement, Pool, Recipe
 from rlpack.config.sections.optimization import Lora
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.context import RankContext
 from rlpack.gloo import GLOO
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import pack_rows
 from rlpack.models.memory_simulation import SimulatedMicrobatch
 from rlpack.models.policy import TokenScores
 from rlpack.recipes.dry_run.role_memory import role_layout, role_memory
 from rlpack.recipes.dry_run.run_memory import RoleMemory, role_offload
-from rlpack.workers.build import build_policy
+from rlpack.workers.build import build_critic, build_policy
 from rlpack.workers.loss import MicrobatchLoss
 from rlpack.workers.optimizer_step import OptimizerStepper
 
@@ -49,13 +51,17 @@ RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration of the actor."""
+    """One configuration of a role."""
 
     ranks: int = 1
     tp: int = 1
     cp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
+    dp_replicate: int = 1
+    cp_method: Literal["ulysses", "all_gather"] = "ulysses"
+    role: Literal["actor", "critic"] = "actor"
     checkpointing: str = "none"
     precision: str = "fp32"
     lora: int = 0
@@ -80,7 +86,15 @@ SETTINGS = {
     "cp2": Setting(2, cp=2),
     "pp2": Setting(2, pp=2, microbatches=4),
     "pp2, vpp2": Setting(2, pp=2, vpp=2, microbatches=4),
+    "hsdp 2x2": Setting(4, dp_replicate=2),
+    "cp2, all_gather": Setting(2, cp=2, cp_method="all_gather"),
+    "qwen3_moe": Setting(model_type="qwen3_moe"),
+    "ep2, qwen3_moe": Setting(2, ep=2, model_type="qwen3_moe"),
+    "critic": Setting(role="critic"),
+    "critic, dp2": Setting(2, role="critic"),
 }
+# Of each layer of a mixture of experts, whose width is a quarter of a dense layer's.
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 @dataclass(frozen=True)
@@ -103,42 +117,51 @@ def config_of(setting: Setting, size: Size) -> Config:
         "num_attention_heads": size.hidden // 64,
         "num_key_value_heads": size.hidden // 128,
     }
+    if setting.model_type == "qwen3_moe":
+        shape |= _EXPERTS | {"moe_intermediate_size": shape["intermediate_size"] // 4}
     pool = Pool(ranks=setting.ranks, gpus_per_rank=1.0 if size.device == "cuda" else 0.0)
-    actor: dict[str, Any] = {
+    compute: dict[str, Any] = {
         "precision": setting.precision,
         "gradient_checkpointing": setting.checkpointing,
         "offload": setting.offload,
-        "lora": Lora(rank=setting.lora),
-        "parallel": Parallel(tp=setting.tp, cp=setting.cp, pp=setting.pp, vpp=setting.vpp),
         "isolation_check": False,
     }
-    return Config(model=Model(config=shape), actor=Actor(**actor), placement=Placement(pools={"main": pool}))
+    sizes = ("tp", "cp", "pp", "vpp", "ep", "dp_replicate", "cp_method")
+    actor = Actor(
+        **compute, lora=Lora(rank=setting.lora), parallel=Parallel(**{name: getattr(setting, name) for name in sizes})
+    )
+    recipe = Recipe(target="rlpack.recipes.ppo") if setting.role == "critic" else Recipe()
+    return Config(model=Model(config=shape), actor=actor, recipe=recipe, placement=Placement(pools={"main": pool}))
 
 
 def measure(setting: Setting, size: Size, rank: int, store: str, *, resident: bool) -> dict[str, float]:
     """Run steps on this rank; return the estimated and the measured peak in MiB."""
     torch.set_num_threads(1)
-    config = config_of(setting, size)
+    config, role = config_of(setting, size), setting.role
     tokenizer = character_tokenizer("".join(map(chr, range(0x4E00, 0x4E00 + 8000))))
     shared, longest = size.tokens * setting.cp, size.tokens // 4
     several = setting.microbatches > 1
-    memory = role_memory(config, "actor", tokenizer, SimulatedMicrobatch(shared, longest), several=several)
-    estimate = RoleMemory(memory, role_offload(config, "actor")).peak + (CUBLAS_BYTES if size.device == "cuda" else 0)
+    memory = role_memory(config, role, tokenizer, SimulatedMicrobatch(shared, longest), several=several)
+    estimate = RoleMemory(memory, role_offload(config, role)).peak + (CUBLAS_BYTES if size.device == "cuda" else 0)
     backend = f"cpu:{GLOO},cuda:nccl" if size.device == "cuda" else GLOO
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=setting.ranks)
-    context = RankContext("main", rank, role_layout(config, "actor"), size.device)
+    context = RankContext("main", rank, role_layout(config, role), size.device)
     begun = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if not resident else None
     if begun is not None and size.device == "cpu":
         begun.__enter__()
-    policy = build_policy(config, "actor", tokenizer, context)
-    stepper = OptimizerStepper("actor", policy, config.actor.optimizer, context)
+    if role == "actor":
+        model, optimizer = build_policy(config, role, tokenizer, context), config.actor.optimizer
+    else:
+        model, optimizer = build_critic(config, tokenizer, context), config.critic.optimizer
+    stepper = OptimizerStepper(role, model, optimizer, context)
     inputs = pack_rows([torch.randint(len(tokenizer), (longest,)) for _ in range(4 * setting.cp)]).to(size.device)
 
-    def forward(*_: object) -> TokenScores:
-        return policy(inputs)
+    def forward(*_: object) -> TokenScores | Tensor:
+        return model(inputs, before_token=True) if isinstance(model, ScalarHeadModel) else model(inputs)
 
-    def loss(scores: TokenScores, _: object) -> MicrobatchLoss:
-        return MicrobatchLoss(scores.logprobs.sum() + scores.entropy.sum(), {})
+    def loss(scores: TokenScores | Tensor, _: object) -> MicrobatchLoss:
+        values = scores if isinstance(scores, Tensor) else scores.logprobs + scores.entropy
+        return MicrobatchLoss(values.sum(), {})
 
     views: list[Any] = [None] * setting.microbatches
     stepper.step(views, forward, loss, 1e-6)
