@@ -41,7 +41,7 @@ class Trainer(Section):
     mini_batch_size: Count | None = Field(
         default=None, description="Sequences of one optimizer step, over all ranks; null for the whole rollout batch."
     )
-    updates_per_batch: Count = Field(default=1, description="Passes over a rollout batch (μ).")
+    updates_per_batch: Count = Field(default=1, description="Update passes over each rollout batch (GRPO's μ).")
     shuffle_mini_batches: bool = Field(
         default=False,
         description="Shuffle rows across mini-batches, with the seed, in each pass over a rollout batch after the "
@@ -123,11 +123,11 @@ class Algorithm(Section):
     loss_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the loss function."
     )
-    clip_low: float = Field(default=0.2, ge=0, le=1, description="The ratio is clipped below 1 minus this.")
-    clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped above 1 plus this.")
-    dual_clip: float | None = Field(
-        default=None, gt=1, description="Bound on the ratio for negative advantages; null for none."
+    clip_low: float = Field(
+        default=0.2, ge=0, le=1, description="Clips ratios below 1 - clip_low; gmpo: log-ratios; dppo_*: divergences."
     )
+    clip_high: NonNegative = Field(default=0.28, description="Upper counterpart of clip_low: 1 + clip_high.")
+    dual_clip: float | None = Field(default=None, gt=1, description="ppo_clip: ratio bound for A < 0; null for none.")
     kl_coef: NonNegative = Field(
         default=0.0, description="Weight of the KL term; the reference is started only above 0."
     )
@@ -136,12 +136,12 @@ class Algorithm(Section):
     )
     k3_bound: Positive | None = Field(
         default=10.0,
-        description="Largest value of k3 at one token, in nats, beyond which it has no gradient (with "
-        "kl_straight_through, k2's); null for none.",
+        description="Upper bound on k3 at a token, in nats. Clipped tokens have no gradient, unless "
+        "kl_straight_through gives them k2's. null for no bound.",
     )
     kl_straight_through: bool = Field(
         default=False,
-        description="Use kl_estimator's value with k2's gradient, the true gradient of the divergence.",
+        description="Use the value of kl_estimator, but the gradient of k2, which is unbiased for the KL divergence.",
     )
     kl_placement: Literal["loss", "reward"] = Field(
         default="loss",
@@ -235,13 +235,13 @@ class Rollout(Section):
     )
     max_logprob_gap: Positive | None = Field(
         default=None,
-        description="Mean difference between the trainer's and the sampler's log-probs, in nats, above which the run "
-        "warns once; above ten times that it ends. null is 0.05 with actor.precision=fp32 and 0.3 with bf16, and no "
-        "limit with top_p or top_k, which change only the sampler's log-probs.",
+        description="Limit on the mean absolute difference between the trainer's and the sampler's log-probs, in nats: "
+        "above it the run warns once, above ten times it the run ends. null: 0.05 with actor.precision=fp32, 0.3 with "
+        "bf16; no limit with top_p below 1 or top_k above 0, which change only the sampler's log-probs.",
     )
     max_num_seqs: Count = Field(
         default=256,
-        description="Rows that a rank generates at once; they are scored while it generates the next.",
+        description="Responses that a rank generates at once, at most; finished ones are scored during generation.",
     )
     dtype: Literal["fp32", "bf16"] | None = Field(
         default=None, description="Type of vLLM's weights; null for actor.precision. hf always generates in fp32."
@@ -251,9 +251,9 @@ class Rollout(Section):
     )
     kv_cache_gb: Positive | None = Field(
         default=None,
-        description="Size of vLLM's cache of keys and values on each rank, in GB; null on CPUs for what max_num_seqs "
-        "rows need, at most an eighth of the available memory, and on GPUs for vllm.gpu_memory_utilization, 0.5 by "
-        "default where other roles use the GPUs, else vLLM's.",
+        description="Size of vLLM's KV cache on each rank, in GB. If null: on CPUs, what max_num_seqs rows need, at "
+        "most an eighth of the available memory; on GPUs, as vllm.gpu_memory_utilization sets it (default: 0.5 if "
+        "other roles use the GPUs, else vLLM's own).",
     )
     sleep_level: Literal[0, 1, 2] | None = Field(
         default=None,

@@ -67,16 +67,16 @@ METRICS: dict[str, Metric] = {
     "rollout/groups_left": Metric("1", "Groups of this batch and earlier ones that the step left to later ones."),
     "mismatch/kl": Metric(
         "nats",
-        "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "
-        "log μ - log π (algorithm.correction or trainer.lead; so are all metrics mismatch/*).",
+        "KL(μ ‖ π) per token: mean of log μ - log π. In all mismatch/* (with algorithm.correction or trainer.lead), μ "
+        "is the policy that sampled the token, and π the trainer's policy before the update.",
     ),
-    "mismatch/k3": Metric("nats", "As mismatch/kl, by the k3 estimator, which is never negative."),
+    "mismatch/k3": Metric("nats", "As mismatch/kl, with the k3 estimator, which is never negative."),
     "mismatch/chi2": Metric(
-        "1", "χ² divergence of tokens, the mean of (π / μ)² less 1; log (π / μ) is between -20 and 20."
+        "1", "χ² divergence per token: the mean of (π / μ)², minus 1; log (π / μ) is clamped to [-20, 20]."
     ),
-    "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
-    "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
-    "mismatch/perplexity_ratio": Metric("1", "Perplexity of responses under π over that under μ, the mean over rows."),
+    "mismatch/gap": Metric("nats", "Mean of |log π - log μ| over tokens."),
+    "mismatch/largest_gap": Metric("nats", "Largest |log π - log μ| of a token."),
+    "mismatch/perplexity_ratio": Metric("1", "Perplexity of a response under π over that under μ; mean over rows."),
     "mismatch/lag_<name>": Metric(
         "1",
         "A metric mismatch/* over the tokens of one lag, such as mismatch/lag_1/k3: lag 0 shows the rounding of the "
@@ -114,13 +114,15 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/logprob_gap": Metric(
         "nats",
-        "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Without "
-        "a pass for old log-probs (a single optimizer step per batch, or algorithm.correction.bypass without rejection "
-        "and limits), the update measures it, over the tokens that its first optimizer step trains on; the steps of "
-        "recipe=ppo that train only the critic then lack it. The run warns above rollout.max_logprob_gap, and ends "
-        "above ten times that; not if the update measures it with actor.lora.dropout, which changes its log-probs.",
+        "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Above "
+        "rollout.max_logprob_gap the run warns; above ten times that it ends. If there is no pass for old log-probs (a "
+        "single optimizer step per batch, or algorithm.correction.bypass without rejection and limits), the first "
+        "optimizer step of the update measures it, over the tokens that it trains on. Then it is missing in steps of "
+        "recipe=ppo that train only the critic, and has no limit with actor.lora.dropout, which changes log-probs.",
     ),
-    "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term and load-balancing loss."),
+    "actor/loss": Metric(
+        "1", "Minimized loss: policy loss, weighted KL term and load-balancing loss, minus the weighted entropy bonus."
+    ),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
     "actor/kl": Metric("nats", "Mean KL divergence from the reference, estimated by algorithm.kl_estimator."),
     "actor/kl_bounded_fraction": Metric("fraction", "Tokens whose KL estimate in actor/kl is at algorithm.k3_bound."),
@@ -185,7 +187,7 @@ METRICS: dict[str, Metric] = {
     ),
     "advantage/std": Metric("1", "Standard deviation of the advantages in advantage/mean."),
     "advantage/zero_group_fraction": Metric(
-        "fraction", "Groups without gradient, because all their rewards are equal."
+        "fraction", "Groups without policy gradient: all advantages are 0 (with group_relative, the rewards are equal)."
     ),
     "evaluation/reward_sampled": Metric(
         "1", "Held-out mean reward over evaluation.samples samples per prompt; the accuracy if rewards are 0 or 1."
@@ -222,8 +224,8 @@ METRICS: dict[str, Metric] = {
     "time/step_s": Metric("s", "Wall-clock time of the whole step."),
     "time/generate_s": Metric(
         "s",
-        "Generation, including scoring by roles of the same pool between its parts. With trainer.lead=1 it took place "
-        "during the step before.",
+        "Generation, including any scoring that roles in the same pool do in between. With trainer.lead above 0, the "
+        "batch was generated while earlier steps trained.",
     ),
     "time/wake_s": Metric("s", "Waking the engines before generation (rollout.sleep_level)."),
     "time/sleep_s": Metric("s", "Letting the engines sleep after generation."),
@@ -278,9 +280,9 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/group_wait_s": Metric(
         "s",
-        "Mean time that a complete response waited for the last one of its batch (vllm), summed over the rounds "
-        "of recipe=dapo; it is long if few responses are much longer than the others. With trainer.late_groups, summed "
-        "over the batches whose last groups the step takes.",
+        "Mean time between the end of a response's group and the end of the last group of the batch (vllm). It is long "
+        "if a few responses are much longer than the others. Summed over rounds with recipe=dapo, and with "
+        "trainer.late_groups over the batches whose last groups the step takes.",
     ),
     "perf/memory_resident": Metric(
         "bytes", "Peak resident memory of a rank's process since its start, of the rank with most."
@@ -312,10 +314,10 @@ METRICS: dict[str, Metric] = {
     "packing/dummy_microbatches": Metric("microbatches", "Empty microbatches that equalize the counts of all ranks."),
     "packing/overlong": Metric("rows", "Sequences over the token budget."),
     "packing/critical_slots": Metric(
-        "tokens", "Slots of the costliest microbatch at each index, which all ranks wait for."
+        "tokens", "Slots of the costliest rank's microbatch, which all ranks wait for, summed over microbatch indices."
     ),
     "packing/critical_squares": Metric(
-        "tokens²", "Squared slots of the sequences in the microbatches of packing/critical_slots, summed."
+        "tokens²", "Sum of squared sequence lengths (slots) in the microbatches of packing/critical_slots."
     ),
     "packing/dropped": Metric("rows", "Overlong sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from overlong sequences."),

@@ -41,13 +41,15 @@ class Batching:
         algorithm: the packer of `packed` mode.
         pad_to_multiple: multiple that the slots of each packed sequence are rounded up to.
         length_multiple: multiple that the width of a `dynamic` or `fixed` microbatch is rounded up to.
-        min_microbatches: fewest microbatches per rank and optimizer step.
-        divisible_by: divisor of the number of microbatches per rank and optimizer step.
-        overlong: handling of a sequence over the budget.
-        balance: what microbatches at the same index and ranks share evenly: `cost` is estimated compute, `tokens`
-            token slots. `none` keeps the packer's microbatches in arrival order, and gives each rank a run of them.
-        equal_rows: divide rows among ranks first, equally many to each (one less where they don't divide), by
-            `balance`; each rank then forms its microbatches.
+        min_microbatches: minimum number of microbatches per rank and optimizer step.
+        divisible_by: the number of microbatches per rank and optimizer step is made a multiple of this.
+        overlong: what to do with a sequence over the budget: `error` raises, `truncate` cuts it, `drop` leaves it out,
+            `own_microbatch` gives it a microbatch of its own that exceeds the budget.
+        balance: what is balanced, both across the ranks and among the microbatches that run at the same time: `cost`
+            (estimated compute) or `tokens` (token slots). `none` leaves the packer's microbatches in arrival order and
+            gives each rank a contiguous run of them.
+        equal_rows: first give each rank the same number of rows (some one fewer if the division has a remainder),
+            balanced as in `balance`; each rank then forms its own microbatches.
         share_prompts: compute the prompt that several responses of a packed microbatch have in common once. The
             responses of a prompt stay together where ranks and budget allow.
 

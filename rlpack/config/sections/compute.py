@@ -41,8 +41,8 @@ class Compute(Section):
     logprob_chunk: Count = Field(default=1024, description="Maximum number of tokens whose logits exist at once.")
     isolation_check: bool = Field(
         default=True,
-        description="At start, check that the model scores each row as transformers does for that row alone, that rows "
-        "do not see each other, and that gradients of rows together are the sum of those of each row.",
+        description="At startup, check the packed model: each row's log-probs match those of transformers on that row "
+        "alone, no row attends to another, and the gradient of several rows is the sum of their own gradients.",
     )
 
 

@@ -22,14 +22,15 @@ class Optimizer(Section):
     )
     warmup_steps: NonNegative = Field(
         default=0.0,
-        description="Steps of linear warm-up, or below 1 the fraction of the recipe's steps, rounded down; the next "
-        "step has the peak rate.",
+        description="Length of the linear warm-up: a number of steps or, if below 1, a fraction of the recipe's steps, "
+        "rounded down. The step after it has the peak rate.",
     )
     min_lr_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of the peak rate that linear and cosine decay to, after the last step.",
+        description="Final learning rate of the linear and cosine schedules, as a fraction of the peak; it would be "
+        "reached one step after the last.",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay rate of the second moment.")

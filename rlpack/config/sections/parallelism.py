@@ -12,7 +12,7 @@ ContextMethod = Literal["ulysses", "all_gather"]
 
 
 class Parallel(Section):
-    """How the ranks of the role's pool divide rows and the model; the product of all sizes but ep is their number."""
+    """How a role's ranks divide rows and the model; their number is dp_replicate · dp_shard · cp · tp · pp."""
 
     dp_replicate: Count = Field(
         default=1,
@@ -31,10 +31,11 @@ class Parallel(Section):
     )
     cp_method: ContextMethod = Field(
         default="ulysses",
-        description="With cp above 1, how attention gets the tokens of other ranks. `ulysses`: ranks exchange tokens "
-        "for heads; the number of attention heads of a tp rank has to be divisible by cp. `all_gather`: ranks gather "
-        "all keys and values, for any number of heads; each sequence is padded to a multiple of 2·cp tokens, and rank "
-        "r holds the chunks r and 2·cp−1−r of its 2·cp chunks (zigzag), so that all ranks do the same work.",
+        description="How attention works across ranks if cp is above 1. `ulysses`: an all-to-all gives each rank all "
+        "tokens for some of the heads; the number of attention heads of a tp rank has to be divisible by cp. "
+        "`all_gather`: each rank gathers all keys and values, for any number of heads. Each sequence is padded to a "
+        "multiple of 2·cp tokens and split into 2·cp chunks; rank r holds chunks r and 2·cp−1−r (zigzag), so that all "
+        "ranks do the same work.",
     )
     tp: Count = Field(
         default=1,

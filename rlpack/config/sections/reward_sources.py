@@ -40,7 +40,9 @@ class Reward(Section):
         default=600.0, description="Deadline of one batch of responses on one rank, in seconds."
     )
     max_failures: Share = Field(
-        default=0.1, description="Fraction of rows on which functions may fail before the run stops; 1 allows all."
+        default=0.1,
+        description="Largest fraction of rows on which functions may fail, over a rank's last 100 rows or more; above "
+        "it, or if 16 or more rows fail without a success, the run stops. 1 allows all.",
     )
     processes: int = Field(default=2, ge=1, le=4096, description="Worker processes for functions, per rank.")
     rows_per_call: Count = Field(
@@ -48,7 +50,9 @@ class Reward(Section):
     )
     sandbox: Literal["limits", "strict"] = Field(
         default="limits",
-        description="Functions write only to a scratch folder (Linux 5.13+); strict also blocks the network (6.2+).",
+        description="limits: functions can write only to a scratch folder (Linux 5.13+; a warning lists what an older "
+        "kernel can't prevent). strict: they have no network either, and the run doesn't start if the kernel can't "
+        "enforce all of it (Linux 6.2+, or 6.12+ with reward.subprocesses above 0).",
     )
     memory_gb: float = Field(default=4.0, ge=0.01, le=1e6, description="Address space of one process, in GB.")
     subprocesses: int = Field(default=0, ge=0, description="Processes that a function may run at once.")

@@ -33,7 +33,9 @@ class Critic(RoleCompute):
         default=True, description="Normalize the batch's advantages to mean 0 and standard deviation 1."
     )
     value_clip: Positive | None = Field(
-        default=0.2, description="Largest change of a value in an update; null for no bound."
+        default=0.2,
+        description="Clip range of the value loss: a value that has moved further than this from the one before the "
+        "update, towards its return, gets no gradient. null disables clipping.",
     )
 
 
