@@ -1,11 +1,16 @@
-"""`rlpack evaluate` with vLLM: the `hf` engine finds the same greedy tokens, and a run's type is its evaluation's."""
+"""`rlpack evaluate` with vLLM: the `hf` engine finds the same greedy tokens, a run's type is its evaluation's.
+
+Killed and continued, it writes the same files.
+"""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import Command, done, records, started_words
+from tests.end_to_end.commands import DEADLINE_S, Command, done, records, started_words, until
+from tests.end_to_end.test_evaluation import FILES, FOLDER, ROWS, SLOW, SMALL, evaluated, rows_of
 
 pytestmark = pytest.mark.slow
 RUN = (
@@ -56,3 +61,27 @@ def test_both_engines_have_the_same_greedy_completions(run: Command, tmp_path: P
     with_hf = greedy(tmp_path, run, "rollout.engine=hf", "rollout.kv_cache_gb=null", output="with_hf")
     assert len(with_vllm) > 50
     assert with_vllm == with_hf
+
+
+def test_an_evaluation_of_a_model_folder_that_is_killed_and_continued_writes_the_files_of_an_uninterrupted_one(
+    run: Command, tmp_path: Path
+):
+    (tmp_path / "slow.py").write_text(SLOW)
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    model = str(shutil.copytree(run.run_dir / "model", tmp_path / "model"))
+    words = (*FOLDER, *SMALL, "rollout=vllm", "rollout.kv_cache_gb=0.05")
+    whole = evaluated(tmp_path, model, *words, output="whole")
+    killed = ["evaluate", model, "evaluate.output_dir=killed", *words]
+    with started_words(tmp_path, killed, tmp_path / "killed", forks_workers=False) as command:
+        until(lambda: len(rows_of(tmp_path / "killed")) >= 3, DEADLINE_S)
+        command.process.kill()
+        assert command.wait() == -9
+        assert command.left_behind() == []  # vLLM's processes included
+    assert 3 <= len(rows_of(tmp_path / "killed")) < 18
+    assert not (tmp_path / "killed" / "results.json").exists()
+    continued = evaluated(tmp_path, model, *words, output="killed")
+    assert "continuing after" in continued.out
+    assert "vllm generates in fp32" in whole.out
+    for name in FILES:
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
