@@ -57,7 +57,11 @@ def token_time(run_dir: Path, pool: str, skipped: int) -> TokenTime | None:
 
 
 def _windows(run_dir: Path, pool: str, skipped: int) -> Sequence[Values]:
-    """Return the windows of all engines after the first steps."""
+    """Return the windows of all engines after the first steps.
+
+    The `hf` engine records no waiting rows. Its windows are whole batches, during which the number of responses falls,
+    so they don't show how the time of a token depends on it, and are left out.
+    """
     try:
         processes = read_spans(run_dir)
         steps = train_steps(processes)
@@ -69,6 +73,7 @@ def _windows(run_dir: Path, pool: str, skipped: int) -> Sequence[Values]:
         for one in processes
         for window in one.values
         if one.process.startswith(f"{pool}/") and window.name == _ENGINE and window.begin_us >= begin_us
+        if "waiting" in window.values
     ]
 
 

@@ -44,7 +44,7 @@ class Batching:
         min_microbatches: minimum number of microbatches per rank and optimizer step.
         divisible_by: the number of microbatches per rank and optimizer step is made a multiple of this.
         overlong: what to do with a sequence over the budget: `error` raises, `truncate` cuts it, `drop` leaves it out,
-            `own_microbatch` gives it a microbatch of its own that exceeds the budget.
+            `own_microbatch` gives it a separate microbatch, which exceeds the budget.
         balance: what is balanced, both across the ranks and among the microbatches that run at the same time: `cost`
             (estimated compute) or `tokens` (token slots). `none` leaves the packer's microbatches in arrival order and
             gives each rank a contiguous run of them.

@@ -135,22 +135,22 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     now = waited_s = began = busy_s = 0.0
     published: list[float] = []
     lags: list[np.ndarray] = []
-    begun = 0
+    started = 0
     for step in range(warm_up + counted_steps):
         if step == warm_up:
             began, waited_s, busy_s = now, 0.0, engines.busy_until(now)
         last = step + (setup.lead if setup.publish == "in_flight" else 0)
-        while begun <= last:
-            waiting.append(engines.add(now, rows[begun]))
-            begun += 1
+        while started <= last:
+            waiting.append(engines.add(now, rows[started]))
+            started += 1
         batch = waiting.popleft()
         scored = engines.finish(batch) + rates.score_s
         waited_s += max(0.0, scored - now)
         now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
         if setup.publish == "drain" and setup.lead:
-            waiting.append(engines.add(now, rows[begun]))
-            begun += 1
+            waiting.append(engines.add(now, rows[started]))
+            started += 1
         now += train_s[step]
         if setup.publish == "drain" and waiting:
             drawn = engines.finish(waiting[-1]) + rates.score_s

@@ -206,6 +206,19 @@ def test_the_time_of_batches_is_that_of_the_steps_in_the_proportions_of_the_engi
     assert "141 ms a token and 28 more for each other response in the engine" in out
 
 
+def test_whole_batches_of_the_hf_engine_do_not_show_how_the_time_depends_on_the_responses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    in_flight_run(tmp_path)
+    config = tmp_path / CONFIG
+    config.write_text(config.read_text().replace("publish: in_flight", "publish: drain"))
+    engine_windows(tmp_path, (1.0, 9, 0.010), (8.0, 20, 0.024))
+    path = tmp_path / "spans" / "engines-0.jsonl"
+    path.write_text(path.read_text().replace('"waiting": 0.0, ', ""))
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0") == 0
+    assert "225 ms a token; training" in capsys.readouterr().out
+
+
 def test_options_give_the_time_of_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--ranks", "2", "--leads", "0", "--token-ms", "10", "--token-ms-per-response", "0.5")
     assert simulate("lognormal", *words) == 0
