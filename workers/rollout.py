@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 # is awake.
 _SHARED_GPU = 0.5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Columns of `RolloutWorker.advance` that say which rows failed, and why.
+FAILURE_COLUMNS = ("engine_failure", "engine_has_failed", "engine_version")
 _COLUMNS = (
     *("input_ids", "response_mask", "rollout_logprobs", "policy_version", "response_lengths"),
     *("finish_reason", "completion", "group_ids", "uid"),
@@ -107,13 +109,12 @@ class RolloutWorker(Worker):
         Raises:
             EngineError: an update of the weights is under way or failed.
         """
-        self._received.check_usable()
-        generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
-        return self._rows(shard, generations)
+        with EngineError.at_version(self._engine.policy_version):
+            self._received.check_usable()
+            generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
+            return self._rows(shard, generations)
 
-    @one_rank(
-        reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, "engine_failure", "engine_has_failed")
-    )
+    @one_rank(reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, *FAILURE_COLUMNS))
     def advance(
         self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float, enough: int
     ) -> BatchedDataDict:
@@ -130,27 +131,31 @@ class RolloutWorker(Worker):
             enough: number of ended rows at which to return, to make room for waiting rows; 0 if none wait.
 
         Returns:
-            The columns of `generate`; `engine_failure`: why a row has no response, "" if it has one; and
-            `engine_has_failed`: whether the engine has to be replaced before it gets rows again.
+            The columns of `generate`; `engine_failure`: why a row has no response, "" if it has one;
+            `engine_has_failed`: whether the engine has to be replaced before it gets rows again; and `engine_version`:
+            policy version of the engine, int64 [B].
 
         Raises:
             EngineError: an update of the weights is under way or failed.
         """
-        self._received.check_usable()
         engine = cast(StreamingEngine, self._engine)
-        if self._in_flight is None:
-            self._in_flight = RowsInFlight(engine)
-        self._in_flight.abandon(oldest)
-        self._in_flight.begin(rows, params, generation)
-        ended = self._in_flight.ended(generation, timeout_s, enough)
-        self._is_unhealthy |= any(ended.has_engine_failed)
-        generations, failures = usable_responses(engine, ended)
-        return self._rows(ended.rows, generations).union(
-            {
-                "engine_failure": failures,
-                "engine_has_failed": torch.full((len(failures),), self._is_unhealthy, dtype=torch.bool),
-            }
-        )
+        with EngineError.at_version(engine.policy_version):
+            self._received.check_usable()
+            if self._in_flight is None:
+                self._in_flight = RowsInFlight(engine)
+            self._in_flight.abandon(oldest)
+            self._in_flight.begin(rows, params, generation)
+            ended = self._in_flight.ended(generation, timeout_s, enough)
+            self._is_unhealthy |= any(ended.has_engine_failed)
+            generations, failures = usable_responses(engine, ended)
+            count = len(failures)
+            return self._rows(ended.rows, generations).union(
+                {
+                    "engine_failure": failures,
+                    "engine_has_failed": torch.full((count,), self._is_unhealthy, dtype=torch.bool),
+                    "engine_version": torch.full((count,), engine.policy_version, dtype=torch.int64),
+                }
+            )
 
     @broadcast
     def interrupt(self) -> None:
@@ -261,7 +266,11 @@ class RolloutWorker(Worker):
         """
         if self._is_dead:
             return
-        with self._noting_death(), self._received.receive(bucket, version) as weights:
+        with (
+            EngineError.at_version(version),
+            self._noting_death(),
+            self._received.receive(bucket, version) as weights,
+        ):
             self._engine.load_bucket(weights)
 
     @broadcast
@@ -285,7 +294,8 @@ class RolloutWorker(Worker):
             CanaryError: the largest or the mean difference exceeds its tolerance.
         """
         try:
-            gap = self._use_weights(torch.tensor(expected), token_ids, version)
+            with EngineError.at_version(version):
+                gap = self._use_weights(torch.tensor(expected), token_ids, version)
         except EngineError as error:
             is_replaced = self._is_dead or (isinstance(error, CanaryError) and self._rebuild is not None)
             if not (may_replace and is_replaced):

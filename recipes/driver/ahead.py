@@ -359,7 +359,8 @@ class AheadQueue:
             )
             raise StalenessError(
                 f"the batch of step {number} has tokens of the policy versions {sampled.min()} to {sampled.max()}; "
-                f"with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, the newest"
+                f"with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, the newest",
+                policy_version=newest,
             )
         return newest - sampled
 

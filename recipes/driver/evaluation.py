@@ -164,7 +164,8 @@ def _check_versions(session: Session, step: StepContext, rollouts: BatchedDataDi
         raise StalenessError(
             f"the evaluation after step {step.number} has tokens of the policy versions {sampled.min()} to "
             f"{sampled.max()}, and all have to be of {newest}, the newest; a recipe publishes weights by "
-            "`AheadQueue.publish`, which waits for evaluations"
+            "`AheadQueue.publish`, which waits for evaluations",
+            policy_version=newest,
         )
 
 

@@ -39,12 +39,12 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
 from rlpack.counted import counted
 from rlpack.distributed.calls import Pending
-from rlpack.distributed.errors import RanksRestartedError, RoleError
+from rlpack.distributed.errors import RanksRestartedError, RowError, RowFailure
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess, EngineId
 from rlpack.recipes.driver.engine_slots import Turn
 from rlpack.rollout.types import SamplingParams
-from rlpack.workers.rollout import RolloutWorker
+from rlpack.workers.rollout import FAILURE_COLUMNS, RolloutWorker
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ class Router:
             prompts: `input_ids`, `seeds`, `group_ids` (rows of a group are adjacent) and `uid`.
 
         Raises:
-            RoleError: a rank raised, died or missed its deadline, or a row failed after `MOST_REPEATS` repetitions.
+            RoleError: a rank raised, died or missed its deadline.
+            RowError: a row failed after `MOST_REPEATS` repetitions.
         """
         self._prompts = prompts
         ids = prompts["group_ids"].numpy()
@@ -176,7 +177,7 @@ class Router:
         """Queue all rows in flight again: the ranks were started again, and none of their engines has weights.
 
         Raises:
-            RoleError: a row failed too often.
+            RowError: a row failed too often.
         """
         self._num_starts = self._group.ranks.num_starts
         self._access.record_starts(self._num_starts, self._group.num_ranks)
@@ -184,7 +185,7 @@ class Router:
         for rank, rows in self._in_flight.items():
             lost = sorted(rows)
             self._remove(rank, lost)
-            self._repeat(rank, dict.fromkeys(lost, "its process was started again"))
+            self._repeat(rank, dict.fromkeys(lost, "its process was started again"), None)
 
     def _get_engines(self) -> None:
         """Get new engines in place of all that failed; no call is under way."""
@@ -269,11 +270,11 @@ class Router:
         else:
             for row in failed:
                 self._avoided.setdefault(row, set()).add(self._engine_of[row])
-        self._repeat(rank, failed)
+        self._repeat(rank, failed, int(ended["engine_version"][0]))
         answered = np.array([not failure for failure in failures], dtype=bool)
         if answered.any():
             np.subtract.at(self._left, self._group_of[rows[answered]], 1)
-            answers = ended.select(np.flatnonzero(answered)).drop(["engine_failure", "engine_has_failed"])
+            answers = ended.select(np.flatnonzero(answered)).drop(list(FAILURE_COLUMNS))
             yield from self._complete(answers)
 
     def _complete(self, answers: BatchedDataDict) -> Iterator[BatchedDataDict]:
@@ -287,32 +288,37 @@ class Router:
         if complete.size:
             yield kept.select(complete)
 
-    def _repeat(self, rank: int, failures: dict[int, str]) -> None:
-        """Queue rows that failed on a rank, with the reasons, before all others.
+    def _repeat(self, rank: int, failures: dict[int, str], version: int | None) -> None:
+        """Queue rows that failed on a rank before all others.
+
+        Args:
+            rank: the rank.
+            failures: the rows, and the reasons.
+            version: policy version of the rank's engine; None if its process was started again.
 
         Raises:
-            RoleError: one of them failed too often.
+            RowError: one of them failed too often.
         """
         self.repeated += len(failures)
         by_group: dict[int, list[int]] = {}
         for row, failure in failures.items():
             self._failures[row] += 1
             if self._failures[row] > MOST_REPEATS:
-                text = f"{self._named(row)} failed {self._failures[row]} times, the last time with: {failure}"
-                raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
+                last = RowFailure(*self._ids(row), self._failures[row], failure, version)
+                raise RowError(self._group.role, rank, RolloutWorker.advance.__name__, last)
             by_group.setdefault(int(self._group_of[row]), []).append(row)
         for rows in reversed(by_group.values()):
             self._queue(rows)
         for row, failure in list(failures.items())[:1]:
             logger.warning(
-                "role %s, rank %d: generating %s again from %s, the first one %s: %s",
+                "role %s, rank %d: generating %s again from %s, the first one row %d of prompt %s: %s",
                 *(self._group.role, rank, counted(len(failures), "row")),
-                *("its seed" if len(failures) == 1 else "their seeds", self._named(row), failure),
+                *("its seed" if len(failures) == 1 else "their seeds", *self._ids(row), failure),
             )
 
-    def _named(self, row: int) -> str:
-        """Return a row's id and prompt, for messages."""
-        return f"row {self._prompts.row_ids[row]} of prompt {self._prompts['uid'][row]}"
+    def _ids(self, row: int) -> tuple[int, str]:
+        """Return the ids of a row and of its prompt."""
+        return int(self._prompts.row_ids[row]), self._prompts["uid"][row]
 
     def _places(self, rows: BatchedDataDict) -> np.ndarray:
         """Return the places of rows among the prompts, int64 [B]."""

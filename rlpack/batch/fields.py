@@ -101,6 +101,7 @@ _TABLE = (
     Field("finish_reason", "list", None, is_name=True),
     Field("engine_failure", "list", None, is_name=True),
     Field("engine_has_failed", "per-row", torch.bool),
+    Field("engine_version", "per-row", torch.int64),
     Field("uid", "list", None, is_name=True),
 )
 FIELDS = {field.name: field for field in _TABLE}

@@ -1,5 +1,7 @@
 """Errors between the driver and its ranks, and of job servers."""
 
+from typing import NamedTuple
+
 # The role name in a `RoleError` of the driver itself.
 DRIVER = "driver"
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -38,11 +40,13 @@ class RoleError(RuntimeError):
         phase: `sft_warmup` or `train`, if the caller knows it.
         step: the step in progress, if the caller knows it.
         hint: what to do, if that isn't part of the cause.
+        original: the exception that the rank raised, such as an `EngineError`; None if it raised none.
     """
 
     def __init__(self, role: str, rank: int | None, method: str, cause: str) -> None:
         super().__init__(role, rank, method, cause)
         self.role, self.rank, self.method, self.cause = role, rank, method, cause
+        self.original: Exception | None = None
         self.phase: str | None = None
         self.step: int | None = None
         self.hint: str | None = None
@@ -57,6 +61,39 @@ class RoleError(RuntimeError):
         if self.role == DRIVER:
             return "the driver"
         return f"role {self.role}, {'some rank' if self.rank is None else f'rank {self.rank}'}"
+
+
+class RowFailure(NamedTuple):
+    """Why a row has no result.
+
+    Attributes:
+        row: its id in the batch.
+        uid: id of its prompt.
+        num_attempts: number of attempts, all of which failed.
+        reason: why the last one failed.
+        policy_version: version of the weights in the last attempt; None if the process was started again meanwhile.
+    """
+
+    row: int
+    uid: str
+    num_attempts: int
+    reason: str
+    policy_version: int | None
+
+
+class RowError(RoleError):
+    """A row failed too often.
+
+    Attributes:
+        failure: the row, and why it failed.
+    """
+
+    def __init__(self, role: str, rank: int, method: str, failure: RowFailure) -> None:
+        row = f"row {failure.row} of prompt {failure.uid}"
+        text = f"{row} failed {failure.num_attempts} times, the last time with: {failure.reason}"
+        super().__init__(role, rank, method, text)
+        self.args = (role, rank, method, failure)
+        self.failure = failure
 
 
 class RanksRestartedError(RoleError):

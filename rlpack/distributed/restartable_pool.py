@@ -268,7 +268,10 @@ class RestartablePool(ABC):
         waiting = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []
         unanswered = {ref: earlier[ref] for ref in waiting}
         context = describe_context(call, cause, unanswered, self._submitted.names_in_background())
-        return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
+        error = RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
+        if isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
+            error.original = cause.cause
+        return error
 
 
 def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RestartablePool]) -> RankCall | None:

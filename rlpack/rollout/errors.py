@@ -1,12 +1,34 @@
 """The errors of generation."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SamplingError(ValueError):
     """An invalid sampling parameter or prompt; the message names it, its value and what is allowed."""
 
 
 class EngineError(RuntimeError):
-    """An engine returned invalid values, or received weights that do not fit."""
+    """An engine returned invalid values, or received weights that do not fit.
+
+    Attributes:
+        policy_version: version of the weights that the engine had, or was to get; None if the error is about neither.
+    """
+
+    def __init__(self, *args: object, policy_version: int | None = None) -> None:
+        super().__init__(*args)
+        self.policy_version = policy_version
+
+    @classmethod
+    @contextmanager
+    def at_version(cls, version: int) -> Iterator[None]:
+        """Set `policy_version` of an error that leaves the block, unless it has one."""
+        try:
+            yield
+        except cls as error:
+            if error.policy_version is None:
+                error.policy_version = version
+            raise
 
 
 class CanaryError(EngineError):

@@ -120,7 +120,9 @@ class LocalRanks:
         try:
             result = getattr(self._workers[rank], method)(*received, **call.kwargs)
         except Exception as error:  # a user's role may raise anything
-            raise RoleError(role, rank, method, f"{type(error).__name__}: {error}") from error
+            failure = RoleError(role, rank, method, f"{type(error).__name__}: {error}")
+            failure.original = error
+            raise failure from error
         self._check_unchanged(rank, role, method, pickle.loads(pickled), received)
         try:
             return pickle.loads(pickle.dumps(check(result, f"{type(self._workers[rank]).__name__}.{method}")))

@@ -136,5 +136,7 @@ def test_an_exception_is_not_repeated_and_neither_is_a_fault_that_comes_again_an
         "may name, and resume with resume=auto"
     )
     assert all(ends(group, rank) for rank in range(2))
-    with pytest.raises(RoleError, match="in times_after_faults: ValueError: an exception of the role"):
+    assert failure.value.original is None
+    with pytest.raises(RoleError, match="in times_after_faults: ValueError: an exception of the role") as failure:
         groups["damaged"].run(Echo.times_after_faults, BATCH, {0: ["exception"]}, str(tmp_path))
+    assert type(failure.value.original) is ValueError

@@ -19,6 +19,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.gloo import GLOO
 from rlpack.packing import Batching
 from rlpack.rollout.canary import canary_tokens
+from rlpack.rollout.errors import CanaryError
 from rlpack.rollout.types import SamplingParams
 from rlpack.testing.local_ranks import LocalRanks
 from rlpack.worker import broadcast
@@ -115,8 +116,10 @@ def test_a_weight_that_is_changed_before_it_is_sent_stops_the_run_and_publishes_
     actor, engine = group_of("actor", LossyActor, tiny_config()), group_of("rollout", RolloutWorker, tiny_config())
     channel = WeightChannel(actor, engine)
     message = r"role rollout, rank 0, in publish: CanaryError: log-probs of the canary at policy version 1 differ"
-    with pytest.raises(RoleError, match=message):
+    with pytest.raises(RoleError, match=message) as raised:
         channel.publish(CANARY)
+    assert isinstance(raised.value.original, CanaryError)
+    assert raised.value.original.policy_version == 1
     assert channel.version == 0
 
 

@@ -93,6 +93,7 @@ class SimulatedRank:
             failed = {
                 "engine_failure": ended.failures,
                 "engine_has_failed": torch.full((len(ended.failures),), any(ended.has_engine_failed)),
+                "engine_version": torch.full((len(ended.failures),), self.version),
             }
             return BatchedDataDict(columns | failed, row_ids=ended.rows.row_ids)
 

@@ -1,6 +1,7 @@
 """The router sends whole groups to ranks, and again where an engine fails."""
 
 import math
+import pickle
 import re
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import RanksRestartedError, RoleError
+from rlpack.distributed.errors import RanksRestartedError, RoleError, RowError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
 from rlpack.recipes.driver import router as router_module
@@ -291,8 +292,13 @@ def test_a_response_that_can_never_be_used_ends_the_run_with_its_row_rank_and_ve
     text = (
         r"role rollout, rank 0, in advance: row \d of prompt \S+ failed 4 times, .* of policy version 0 can't be used"
     )
-    with pytest.raises(RoleError, match=text):
-        ranks.run(prompts(2))
+    batch = prompts(2)
+    with pytest.raises(RowError, match=text) as raised:
+        ranks.run(batch)
+    failure, uid_of = raised.value.failure, dict(zip(batch.row_ids.tolist(), batch["uid"], strict=True))
+    assert (raised.value.role, raised.value.rank, failure.num_attempts, failure.policy_version) == ("rollout", 0, 4, 0)
+    assert failure.uid == uid_of[failure.row]
+    assert failure.reason in str(pickle.loads(pickle.dumps(raised.value)))
     assert len(ranks.engines) == 1
 
 
