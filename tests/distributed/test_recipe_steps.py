@@ -1,6 +1,7 @@
 """Whole recipes on real roles in this process: repeated steps and left-out passes change nothing."""
 
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.compose import PRESETS, compose
 from rlpack.config.roles import role_batching, started_roles
 from rlpack.config.schema import Algorithm, Evaluation, Rollout, Trainer
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.process import load_class
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.gloo import GLOO
+from rlpack.observe.metric_table import unknown_names
 from rlpack.packing import Batching
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.session import Session
@@ -31,6 +34,9 @@ TRAINER = Trainer(steps=STEPS, prompts_per_step=4, group_size=2, mini_batch_size
 ONE_UPDATE = TRAINER.model_copy(update={"mini_batch_size": None, "updates_per_batch": 1})
 IN_LOSS, IN_REWARD = Algorithm(kl_coef=0.1), Algorithm(kl_coef=0.1, kl_placement="reward")
 ADVANTAGES = {"remax": {"advantage": "remax"}}
+SETTINGS_OF_GRPO = sorted(
+    path.stem for path in PRESETS.glob("recipe/*.yaml") if "target: rlpack.recipes.grpo\n" in path.read_text()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +104,20 @@ def records(session: Session) -> list[dict[str, float]]:
         {name: value for name, value in record.items() if not name.startswith(("time/", "throughput/", "perf/"))}
         for record in run_of(session).records
     ]
+
+
+@pytest.mark.parametrize("recipe", SETTINGS_OF_GRPO)
+def test_each_recipe_that_is_settings_of_grpo_trains(tmp_path: Path, recipe: str):
+    session = local_session(tmp_path / "run", "grpo", algorithm=compose([f"recipe={recipe}"]).algorithm)
+    before = tmp_path / "before"
+    session.actor.run(ActorWorker.export_model, str(before))
+    trained, initial = train(session, "grpo"), load_file(before / "model.safetensors")
+    assert all(np.isfinite(weight).all() for weight in trained.values())
+    assert not any(np.array_equal(trained[name], initial[name]) for name in initial)
+    assert len(records(session)) == STEPS + 2
+    for record in run_of(session).records:
+        assert unknown_names(record) == []
+        assert all(math.isfinite(value) for value in record.values()), record
 
 
 @pytest.mark.parametrize(
