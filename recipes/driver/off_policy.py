@@ -8,6 +8,7 @@ from torch import Tensor
 from rlpack.algorithms.correction import mean_weight, mismatch_metrics, mismatch_totals
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.fields import Column
+from rlpack.config.sections.correction_settings import Correction
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.mismatch_limits import check_mismatch
 from rlpack.recipes.driver.session import Session
@@ -23,8 +24,8 @@ def correct_off_policy(
 ) -> BatchedDataDict:
     """Add what `algorithm.correction` needs, before any denominator is fixed; nothing if it is off.
 
-    - `importance_weights` f32 [T], if tokens are weighted, and `importance_scale` f32 [B], the same factor in every
-      row, if they are normalized;
+    - `importance_weights` f32 [T], if tokens are weighted, and `importance_sum` f64 [B], their sum over the response, if
+      they are normalized (`importance_scale`);
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
@@ -59,13 +60,24 @@ def correct_off_policy(
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
-    if settings.weights != "none" and settings.normalize:
-        mean = mean_weight(found["mismatch_weight"], tokens.where(rollouts["valid"], 0), settings.weights)
-        added["importance_scale"] = torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)
+    if settings.normalizes:
+        added["importance_sum"] = found["mismatch_weight"]
     if settings.reject:
         kept = torch.minimum(found["kept_tokens"], tokens)
         added |= {"kept_mask": found["kept_mask"], "kept_tokens": kept}
     return rollouts.union(added)
+
+
+def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[str, Tensor]:
+    """Return `importance_scale` f32 [B], the factor that gives importance weights a mean of 1; nothing without sums.
+
+    The mean is over the valid rows, which are known once the batch is scored, and the factor is the same in every row.
+    """
+    if "importance_sum" not in rollouts:
+        return {}
+    tokens = rollouts["response_tokens"].where(rollouts["valid"], 0)
+    mean = mean_weight(rollouts["importance_sum"], tokens, settings.weights)
+    return {"importance_scale": torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)}
 
 
 def measured_lags(session: Session) -> range:

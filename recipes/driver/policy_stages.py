@@ -20,7 +20,7 @@ from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
-from rlpack.recipes.driver.off_policy import measured_lags, record_mismatch_of_update
+from rlpack.recipes.driver.off_policy import importance_scale, measured_lags, record_mismatch_of_update
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -177,7 +177,7 @@ def add_loss_weights(
 ) -> BatchedDataDict:
     """Add `loss_weight` and `token_weight` f32 [B] of the actor's update, which follows `plan`.
 
-    Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
+    If importance weights are normalized, also add `importance_scale`. Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
     that counts are added to `prompts_trained`.
     """
     counts = trained_tokens(rollouts)
@@ -189,7 +189,8 @@ def add_loss_weights(
     if "kl_sum" in rollouts:
         _record_kl(step, rollouts, rollouts)
     step.report_plan(plan, keep=True)
-    return rollouts.union(_weights(session, rollouts, plan))
+    scale = importance_scale(rollouts, session.config.algorithm.correction)
+    return rollouts.union(_weights(session, rollouts, plan) | scale)
 
 
 def _record_kl(step: StepContext, rollouts: BatchedDataDict, kl: BatchedDataDict) -> None:

@@ -64,12 +64,13 @@ class Updates:
         return [{"actor/skipped_steps": 0.0} | merge_metrics(parts)]
 
     def run(self, rollouts: BatchedDataDict) -> dict[str, float]:
-        """Take one step; return its metrics."""
+        """Take one step; return its metrics. As in a recipe without a lead, rows are scored after the correction."""
+        scored, rollouts = rollouts.keep(["rewards", "valid"]), rollouts.drop(["rewards", "valid"])
         step = self.session.begin_step(1)
         step.lag = self.lag
         plan = self.session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(self.session, step, rollouts, plan)
-        rollouts = correct_off_policy(self.session, step, rollouts, plan)
+        rollouts = correct_off_policy(self.session, step, rollouts, plan).union(scored)
         rollouts = compute_advantages(self.session, step, rollouts, plan)
         update_actor(self.session, step, rollouts, plan)
         return step.metrics
