@@ -368,7 +368,7 @@ class AheadQueue:
         """Restore the batches in a checkpoint, and the number of the newest policy version."""
         try:
             document: dict[str, Any] = read_object(folder / LIST)
-            if self._draws_ahead:
+            if self._draws_ahead and document["batches"]:
                 check_prompts_per_step(self._session.config, folder, document["prompts_per_step"])
             # The first publication sends the weights that already had this number.
             self._session.rollout_weights.version = document["policy_version"] - 1

@@ -24,8 +24,8 @@ def correct_off_policy(
 ) -> BatchedDataDict:
     """Add what `algorithm.correction` needs, before any denominator is fixed; nothing if it is off.
 
-    - `importance_weights` f32 [T], if tokens are weighted, and `importance_sum` f64 [B], their sum over the response, if
-      they are normalized (`importance_scale`);
+    - `importance_weights` f32 [T], if tokens are weighted, and, if they are normalized (`importance_scale`),
+      `importance_sum` f64 [B], their sum over the response;
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do

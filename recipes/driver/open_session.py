@@ -63,7 +63,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
     model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    point = None if loaded is None else ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due)
+    point = None if loaded is None else ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due(config))
     run = Run.start(config, directory, resume_at=point, lock=lock)
     with (
         run,

@@ -177,7 +177,9 @@ def add_loss_weights(
 ) -> BatchedDataDict:
     """Add `loss_weight` and `token_weight` f32 [B] of the actor's update, which follows `plan`.
 
-    If importance weights are normalized, also add `importance_scale`. Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
+    If importance weights are normalized, also add `importance_scale`.
+
+    Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
     that counts are added to `prompts_trained`.
     """
     counts = trained_tokens(rollouts)

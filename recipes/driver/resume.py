@@ -26,10 +26,14 @@ class LoadedCheckpoint:
         """Return how far the run had come."""
         return Progress(**self.state["progress"])
 
-    @property
-    def evaluation_is_due(self) -> bool:
-        """Return whether the evaluation after its step had not ended, so that a resumed run has to repeat it."""
-        return bool(self.state.get("evaluation_is_due"))
+    def evaluation_is_due(self, config: Config) -> bool:
+        """Return whether a run with this configuration has to evaluate after the checkpoint's step.
+
+        The evaluation had not ended, or the step is the last one now, which is evaluated in any case, and wasn't then.
+        """
+        step, saved = self.progress.step, self.state["config"]["trainer"]
+        is_last = self.progress.phase == "train" and step == config.trainer.steps
+        return bool(self.state.get("evaluation_is_due")) or (is_last and step != saved.get("steps"))
 
     def check_fields(self) -> None:
         """Check that the state has the fields that this version writes, which its format promises.
@@ -97,12 +101,21 @@ def check_same_prompts(checkpoint: LoadedCheckpoint, config: Config, prompts: Pr
     """Refuse to resume over changed datasets, in which the run's position would refer to other prompts.
 
     Raises:
-        DataError: a file or dataset has changed since the checkpoint was written.
+        DataError: a file or dataset has changed since the checkpoint was written, or a tokenizer of characters is built
+            from other `evaluation.sets`.
     """
-    data = config.data
+    data, sets = config.data, config.model_dump(mode="json")["evaluation"]["sets"]
+    from_characters = config.model.path is None and config.model.tokenizer is None
+    has_other_sets = from_characters and checkpoint.state["config"]["evaluation"].get("sets", {}) != sets
     sources = {"prompts": (prompts, data.source), "held_out": (held_out, data.validation_source or data.source)}
     for name, (split, source) in sources.items():
         if checkpoint.state[name] != split.fingerprint:
+            if has_other_sets:
+                raise DataError(
+                    f"the tokenizer has other characters than when the checkpoint {checkpoint.path} was written: it is "
+                    "built from the characters of all prompts, and evaluation.sets has changed; restore the sets, or "
+                    "choose another run_dir"
+                )
             raise DataError(
                 f"{source} has other rows than when the checkpoint {checkpoint.path} was written; restore them, or "
                 "choose another run_dir"

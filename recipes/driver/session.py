@@ -233,7 +233,7 @@ class Session:
 
     def restore(self, checkpoint: LoadedCheckpoint) -> None:
         """Load weights and optimizers from a checkpoint; the recipe's queue reads the batches in it."""
-        self.restored, self.evaluations.is_due = checkpoint.path, checkpoint.evaluation_is_due
+        self.restored, self.evaluations.is_due = checkpoint.path, checkpoint.evaluation_is_due(self.config)
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
@@ -329,16 +329,18 @@ class Session:
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
-        After the last step and after Ctrl-C it is written synchronously.
+        After the last step and after Ctrl-C it is written synchronously. Ctrl-C during this call waits for a step.
         """
+        is_interrupted = self.run.interrupted
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()
-        if is_last or self.run.interrupted:
+        if is_last or is_interrupted:
             self.finish_evaluation()
             self.save()
         elif self.progress.step % self.config.checkpoint.every == 0:
             self.save(in_background=self.config.checkpoint.asynchronous)
-        self.stop_if_interrupted()
+        if is_interrupted:  # before this step was saved
+            self.stop_if_interrupted()
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
         step.metrics |= self.restarts.pop_metrics() | self.engine_access.pop_metrics()

@@ -124,7 +124,7 @@ def new_checkpoint(root: Path, step: int, *, keep: int | None = None) -> Iterato
         if keep is not None and shutil.disk_usage(root).free < required:
             prune(root, keep)
         if (free := shutil.disk_usage(root).free) < required:
-            keeps = " lower checkpoint.keep," if len(_committed(root)) > NEVER_PRUNED else ""
+            keeps = " lower checkpoint.keep," if sum(map(bool, _states(root).values())) > NEVER_PRUNED else ""
             raise CheckpointError(
                 f"a checkpoint of {required:,} bytes, like the previous one, which is kept until this one is complete, "
                 f"doesn't fit into {root}: {free:,} bytes are free; free some space,{keeps} or choose another run_dir"
@@ -211,20 +211,21 @@ def prune(root: Path, keep: int) -> None:
 
     Checkpoints that `newest` found damaged don't count, and are deleted once a newer one is committed. At least two of
     the others are kept, even if `keep` is one: if the newest turns out to be damaged, the run can resume from the
-    previous one. A deletion that fails only warns.
+    previous one. One that can't be read at the moment is neither counted nor deleted. A deletion that fails only warns.
     """
-    retained = _committed(root)[: max(keep, NEVER_PRUNED)]
+    states = _states(root)
+    retained = [step for step, is_intact in states.items() if is_intact][: max(keep, NEVER_PRUNED)]
     newest_retained = retained[0] if retained else -1
-    for step in sorted(saved_steps(root), reverse=True):
-        if step not in retained and step < newest_retained:
+    for step, is_intact in states.items():
+        if step not in retained and step < newest_retained and is_intact is not None:
             _delete(root / f"step-{step}")
     _discard_debris(root)
 
 
-def _committed(root: Path) -> list[int]:
-    """Return the steps whose checkpoints are committed and not known to be damaged, the newest first."""
+def _states(root: Path) -> dict[int, bool | None]:
+    """Return by step, the newest first, whether it is committed and not known to be damaged; None as in `is_marked`."""
     folders = {step: root / f"step-{step}" for step in sorted(saved_steps(root), reverse=True)}
-    return [step for step, folder in folders.items() if is_marked(folder) and not (folder / DAMAGED).exists()]
+    return {step: is_marked(folder) and not (folder / DAMAGED).exists() for step, folder in folders.items()}
 
 
 def _discard_debris(root: Path) -> None:

@@ -31,12 +31,12 @@ _TRANSIENT = {
 _PAUSE_S = 1.0
 
 
-def is_marked(folder: Path) -> bool:
-    """Return whether marker and manifest match, without reading the other files; False if they can't be read."""
+def is_marked(folder: Path) -> bool | None:
+    """Return whether marker and manifest match, without reading the other files; None if they can't be read now."""
     try:
         return _marker_matches(folder)
-    except OSError:
-        return False
+    except OSError as error:
+        return None if error.errno in _TRANSIENT else False
 
 
 def _marker_matches(folder: Path) -> bool:

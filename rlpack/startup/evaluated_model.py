@@ -75,9 +75,12 @@ def find_model(given: str, step: int | None) -> EvaluatedModel:
 
 
 def run_config(state: Mapping[str, Any]) -> Config:
-    """Return the configuration that a checkpoint's policy was built with: its model, data and actor."""
-    saved = state["config"]
-    return Config.model_validate({name: saved[name] for name in ("seed", "model", "data", "rollout", "actor")})
+    """Return the configuration that a checkpoint's policy and its tokenizer were built with.
+
+    A tokenizer of characters is built from the prompts of the section `evaluation`, too.
+    """
+    saved, names = state["config"], ("seed", "model", "data", "rollout", "actor", "evaluation")
+    return Config.model_validate({name: saved[name] for name in names})
 
 
 def with_dtype_of(run: Config | None, config: Config) -> Config:

@@ -17,7 +17,7 @@ from rlpack.observe.run_dir import CHECKPOINTS, CONFIG, flat
 STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
 _PHASES = ("train", "sft_warmup")
 # Sections of a stored config that are read here.
-_SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement")
+_SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement", "trainer", "evaluation")
 _QUOTES = "\"'"
 # Maximum number of differing keys that an error names.
 _SHOWN_KEYS = 8
@@ -63,7 +63,7 @@ def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:
     config, progress = state.get("config"), state.get("progress")
     if (
         not state.keys() >= STATE_KEYS
-        or not (isinstance(config, dict) and config.keys() >= {*FIXED_KEYS, "placement"})
+        or not (isinstance(config, dict) and config.keys() >= {*FIXED_KEYS, *_SECTIONS})
         or not all(isinstance(config[section], dict) for section in _SECTIONS)
         or not _is_placement(config["placement"])
         or not (isinstance(progress, dict) and progress.keys() >= {"phase", "step"})

@@ -252,6 +252,26 @@ def test_uncommitted_steps_do_not_count_as_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-1", "step-3"]
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=9)
+    read = validity.read_text
+
+    def stale(path: Path) -> str:
+        if path.parent.name == "step-20":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validity, "read_text", stale)
+        prune(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "step-10", "step-20", "step-30"]
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "step-20", "step-30"]
+
+
 def test_a_skipped_checkpoint_is_not_kept_instead_of_a_valid_one(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)

@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Evaluation, EvaluationSet, Placement, Pool, Trainer
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.data.prompts import Prompts
@@ -89,12 +90,39 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         return load_splits(tiny_config(data=Data(source=str(file), validation_source=str(file))))[1]
 
     before, after = read("2"), read("3")
-    resumed = LoadedCheckpoint(tmp_path / "step-4", {"prompts": before.fingerprint, "held_out": before.fingerprint})
+    state = dict.fromkeys(("prompts", "held_out"), before.fingerprint) | {"config": Config().model_dump(mode="json")}
+    resumed = LoadedCheckpoint(tmp_path / "step-4", state)
     check_same_prompts(resumed, Config(), read("2"), before)
     with pytest.raises(DataError, match=r"has other rows than when the checkpoint .*step-4 was written; restore them"):
         check_same_prompts(resumed, Config(), after, before)
     with pytest.raises(DataError, match="has other rows"):
         check_same_prompts(resumed, Config(), before, after)
+
+
+def test_a_set_that_gives_the_tokenizer_other_characters_is_named(tmp_path):
+    for name, prompt in (("train", "1+1="), ("hard", "six minus two=")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    data = Data(source=str(tmp_path / "train.jsonl"), validation_source=str(tmp_path / "train.jsonl"))
+    sets = Evaluation(sets={"hard": EvaluationSet(source=str(tmp_path / "hard.jsonl"))})
+    without, with_set = tiny_config(data=data), tiny_config(data=data, evaluation=sets)
+    _, prompts, held_out = load_splits(without)
+    state = {"prompts": prompts.fingerprint, "held_out": held_out.fingerprint}
+    resumed = LoadedCheckpoint(tmp_path / "step-4", state | {"config": without.model_dump(mode="json")})
+    with pytest.raises(DataError, match=r"other characters than when the checkpoint .*step-4 .* evaluation\.sets has"):
+        check_same_prompts(resumed, with_set, *load_splits(with_set)[1:])
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "now", "is_due"),
+    [(7, 20, 7, True), (7, 20, 20, False), (20, 20, 20, False), (20, 20, 40, False), (20, 40, 20, True)],
+)
+def test_a_step_that_has_become_the_last_one_is_evaluated(tmp_path, step: int, saved: int, now: int, is_due: bool):
+    state = STATE | {
+        "progress": asdict(Progress(phase="train", step=step)),
+        "config": Config(trainer=Trainer(steps=saved)).model_dump(mode="json"),
+    }
+    checkpoint = LoadedCheckpoint(tmp_path, state)
+    assert checkpoint.evaluation_is_due(Config(trainer=Trainer(steps=now))) == is_due
 
 
 STATE: dict[str, Any] = {

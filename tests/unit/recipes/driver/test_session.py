@@ -1,14 +1,16 @@
 """A session's own work: steps, progress, checkpoints and interruption."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.checkpoint.commit import load_state
 from rlpack.config.schema import Checkpoint, Evaluation, Trainer
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
@@ -59,6 +61,31 @@ def test_ctrl_c_while_a_state_is_copied_waits_for_its_checkpoint(tmp_path: Path)
     assert calls == ["finish"]
 
 
+class SignalledRun(RecordingRun):
+    """Ctrl-C comes right after the run has looked `at` times whether it came."""
+
+    def __init__(self, directory: Path, at: int) -> None:
+        self.looks, self.at = 0, at
+        super().__init__(directory)
+
+    @property
+    def interrupted(self) -> bool:
+        self.looks += 1
+        return self.looks > self.at
+
+    @interrupted.setter
+    def interrupted(self, value: bool) -> None: ...
+
+
+@pytest.mark.parametrize("at", range(20))
+def test_the_last_step_is_saved_whenever_ctrl_c_comes(tmp_path: Path, at: int):
+    session = session_of(tmp_path)
+    session.run = cast(Any, SignalledRun(tmp_path, at))
+    with suppress(KeyboardInterrupt):
+        walk(session, 3)
+    assert session.saved == ((session.progress.step,) if session.progress.step else ())
+
+
 def test_a_run_has_begun_with_its_first_step(tmp_path: Path):
     session = session_of(tmp_path)
     session.run.has_begun = False
@@ -105,7 +132,7 @@ def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exporte
     (folder,) = (tmp_path / "checkpoints").glob("*/step-0")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(trained)
     calls.clear()
-    session.restore(LoadedCheckpoint(folder, {}))
+    session.restore(LoadedCheckpoint(folder, load_state(folder)))
     assert calls == [(name, "load", folder / name) for name in trained]
     calls.clear()
     export_models(session)

@@ -11,7 +11,7 @@ from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.sharded import save_training_state
-from rlpack.config.schema import Actor, Config, Lora, Model
+from rlpack.config.schema import Actor, Config, Evaluation, EvaluationSet, Lora, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.gloo import GLOO
 from rlpack.models.loading import build_causal_lm
@@ -77,6 +77,17 @@ def test_the_exported_folder_has_the_policys_merged_weights_and_its_tokenizer(tm
         rtol=1e-4,
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == load_splits(config)[0].get_vocab()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_tokenizer_has_the_characters_of_evaluation_sets(tmp_path: Path) -> None:
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "six minus two=", "answer": "4", "demonstration": "4"}\n')
+    sets = Evaluation(sets={"hard": EvaluationSet(source=str(tmp_path / "hard.jsonl"))})
+    config = tiny_config(data=DATA, evaluation=sets, actor=Actor(isolation_check=False))
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", config)
+    export_checkpoint(checkpoint, tmp_path / "model")
+    vocabulary = AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
+    assert vocabulary.keys() >= set("six minus two=")
 
 
 @pytest.mark.usefixtures("one_rank")
