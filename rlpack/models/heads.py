@@ -69,7 +69,11 @@ class ScalarHeadModel(PackedModel):
         Outputs of a new head are all zero, so they would prove nothing.
         """
         part = self.row_part(inputs)
-        return self.shared(self._in_row_order(inputs, part, self.hidden_states(inputs, part)))
+        hidden = self.hidden_states(inputs, part)
+        if not self.has_outputs:  # with tensor parallelism, `hidden` has only a part of the tokens
+            placeholders = self.placeholders(hidden, inputs.num_tokens)
+            return self.shared(placeholders[:, None].expand(-1, hidden.shape[-1]))
+        return self.shared(self._in_row_order(inputs, part, hidden))
 
     def _in_row_order(self, inputs: ModelInputs, part: RowPart | None, of_slots: Tensor) -> Tensor:
         """Return the values of all real tokens, fp32 [T, ...], from those of this rank's slots, [n, ...]."""

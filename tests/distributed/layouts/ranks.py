@@ -147,12 +147,22 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def start_checked(mesh: Any, rank: int, layout: str, family: str, precision: Literal["fp32", "bf16"]) -> bool:
-    """Build an actor with all checks of a start."""
-    config = in_mode(config_of(family, layout=layout), "packed")
+def start_checked(
+    mesh: Any,
+    rank: int,
+    layout: str,
+    family: str,
+    precision: Literal["fp32", "bf16"],
+    roles: tuple[str, ...] = ("actor",),
+    classifier: str | None = None,
+) -> bool:
+    """Build the workers of some roles with all checks of a start."""
+    config = in_mode(config_of(family, layout=layout, classifier=classifier), "packed")
     actor = config.actor.model_copy(update={"precision": precision, "isolation_check": True})
     context = RankContext("main", rank, layout_of(layout))
-    ActorWorker.from_settings(context, config.model_copy(update={"actor": actor}), tiny_tokenizer())
+    for role in roles:
+        worker = {"actor": ActorWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}[role]
+        worker.from_settings(context, config.model_copy(update={"actor": actor}), tiny_tokenizer())
     return True
 
 

@@ -76,6 +76,14 @@ def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
     assert on_ranks(tmp_path, 2, ranks.start_checked, layout, family, precision) == [True, True]
 
 
+@pytest.mark.parametrize(("layout", "precision"), [("pp2tp2", "bf16"), *[("pp2cp2", "fp32")] * RUNS_ALL])
+def test_scalar_heads_on_stages_that_share_tokens_pass_the_checks_of_a_start(
+    layout: str, precision: str, classifiers: dict[str, str], tmp_path: Path
+):
+    arguments = (layout, "gemma3", precision, ("critic", "reward_model"), classifiers["gemma3"])
+    assert on_ranks(tmp_path, 4, ranks.start_checked, *arguments) == [True] * 4
+
+
 def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
     for message in on_ranks(tmp_path, 2, ranks.mix_tokens, "cp2"):
         assert re.search(r"LlamaForCausalLM as the actor: row \d differs by .* if ranks share it", message)
