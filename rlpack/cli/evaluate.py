@@ -4,7 +4,6 @@ import argparse
 import difflib
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlpack.cli.environment import check_environment
 from rlpack.cli.failed_run import print_failure, report_failure
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.cli.train import run
+from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import compose, compose_evaluation, groups
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, root_key, unknown_key_problem
@@ -56,9 +56,8 @@ def evaluate(arguments: list[str]) -> int:
     """Evaluate the model that the command line names, and return the exit code."""
     parsed, overrides = _parse(arguments)
     hide_progress_bars()
-    if os.getcwd() not in sys.path:  # users keep their rewards there
-        sys.path.append(os.getcwd())
     try:
+        import_from_working_directory()
         config = evaluation_config(parsed.model, parsed.checkpoint, overrides)
     except (ValueError, CheckpointError, UserCodeError) as error:
         return report_failure(error, "evaluate")
@@ -134,7 +133,8 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
         values = {name: compose().model_dump(mode="json")[name] for name in _GROUPS}
     else:
         values = run_values(evaluated.state)
-        values["rollout"] |= {"lora": "merged"}  # an export has no adapters
+        # An export has no adapters, and weights are published once, before anything is generated.
+        values["rollout"] |= {"lora": "merged", "publish": "drain", "kv_cache": "clear"}
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}

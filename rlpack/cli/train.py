@@ -31,6 +31,7 @@ from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.cli.supervise import begin_attempt, supervise
+from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
@@ -89,12 +90,7 @@ def train(arguments: list[str]) -> int:
     hide_progress_bars()
     is_dry, memory_gb = False, None
     try:
-        folder = os.getcwd()
-    except FileNotFoundError:
-        return _refuse(ConfigError(["the working directory no longer exists; change to another one"]))
-    if folder not in sys.path:  # users keep their recipes, roles and rewards there
-        sys.path.append(folder)
-    try:
+        import_from_working_directory()
         is_dry, memory_gb, arguments = split_options(arguments)
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:

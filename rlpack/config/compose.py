@@ -87,8 +87,10 @@ def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[st
         composed = plain(hydra.compose(EVALUATION_NAME, overrides=list(overrides)), root)
     data = composed.get("data")
     if isinstance(data, dict) and isinstance(data.get("source"), str):
-        held_out = data.get("validation_source") or data["source"]
-        composed["data"] = {**data, "source": held_out, "validation_source": held_out, "completion_column": None}
+        given = data.get("validation_source")
+        if given != "":  # which the rules refuse
+            held_out = data["source"] if given is None else given
+            composed["data"] = {**data, "source": held_out, "validation_source": held_out, "completion_column": None}
     return validate(composed)
 
 
@@ -207,9 +209,10 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
             yield f"{problem}{_how_to_quote(text, parser)}"
             continue
         if override.key_or_group in choices:
-            group, choice = override.key_or_group, override.value()
-            if choice is None or _is_missing(group, str(choice), error, choices[group]):
-                yield _wrong_choice_problem(group, str(choice or "null"), choices[group])
+            group, value = override.key_or_group, override.value()
+            for choice in value if isinstance(value, list) else [value]:
+                if choice is None or _is_missing(group, str(choice), error, choices[group]):
+                    yield _wrong_choice_problem(group, str(choice or "null"), choices[group])
         elif not override.is_hydra_override() and find(override.key_or_group, root) is None:
             yield from unknown_key_problems(override.key_or_group, override.value(), root)
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):

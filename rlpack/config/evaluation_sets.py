@@ -83,6 +83,8 @@ def evaluation_set_problems(config: Config) -> Iterator[str]:
                 f"evaluation.sets holds the name {name!r}; use letters, digits, - and _, starting with a letter, "
                 "because it becomes part of metric names"
             )
+        if one.source is not None and not one.source.strip():
+            yield f"{key}.source is {one.source!r}, which is blank; set it, or null for that of the run"
         if one.reward_function is None:
             if one.reward_arguments:
                 yield f"{key}.reward_arguments is set, but {key}.reward_function is null; set both or neither"

@@ -199,6 +199,8 @@ def _data(config: Config) -> Iterator[str]:
     for name in ("source", "split", "validation_split", "prompt_column"):
         if not getattr(data, name).strip():
             yield f"data.{name} is blank; set it"
+    if data.validation_source is not None and not data.validation_source.strip():
+        yield f"data.validation_source is {data.validation_source!r}, which is blank; set it, or null for data.source"
     if data.generator and data.source != "arithmetic":
         yield (
             f"data.generator is set, but data.source is {data.source!r}; the generator is for data.source=arithmetic: "

@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rlpack
-from rlpack.cli.evaluate import evaluation_config
+from rlpack.cli.evaluate import _base_values, evaluation_config
 from rlpack.cli.main import main
-from rlpack.config.compose import compose
+from rlpack.config.compose import compose, compose_evaluation
 from rlpack.config.errors import ConfigError
+from rlpack.startup.evaluated_model import EvaluatedModel
 from tests.builders import MODEL, tiny_tokenizer
 
 ROOT = Path(rlpack.__file__).parents[1]
@@ -77,6 +78,7 @@ def refused(capsys, *arguments, code=2):
         (["seed=1,2"], "seed=1,2 has several values"),
         (["samples"], "'samples' is not an override"),
         (["evaluate.output_dir="], "evaluate.output_dir"),
+        (["data.validation_source="], "data.validation_source is '', which is blank; set it, or null for data.source"),
         (["evaluate.output_dir=model"], "which has unrelated files"),
         (["reward.function=absent_rewards:score"], "there is no module absent_rewards"),
         (["reward.function=rlpack.rewards.functions:final_anser"], "has no final_anser"),
@@ -151,6 +153,31 @@ def test_a_model_is_evaluated_on_the_prompts_of_the_command(folder):
     assert evaluation_config("./model", None, [*JSONL, "evaluate.samples=3"]).run_dir == config.run_dir
     held_out = evaluation_config("model", None, [*JSONL, "data.validation_source=./rows.jsonl"])
     assert held_out.data.source == "./rows.jsonl"  # the overrides of rlpack train mean the same here
+
+
+def test_a_run_that_published_in_flight_is_evaluated_with_weights_that_stay(tmp_path):
+    in_flight = ("rollout=vllm", "rollout.publish=in_flight", "rollout.kv_cache=keep", "trainer.lead=2")
+    state = {"config": compose([*in_flight, "placement=two_pools"]).model_dump(mode="json")}
+    run = EvaluatedModel("mine-step-2", checkpoint=tmp_path, state=state)
+    rollout = compose_evaluation([], _base_values(run, [])).rollout
+    assert (rollout.engine, rollout.publish, rollout.kv_cache) == ("vllm", "drain", "clear")
+    given = ["rollout.publish=in_flight"]  # it is refused, instead of ignored
+    with pytest.raises(ConfigError, match=r"rollout\.publish is in_flight, .* or rollout\.publish=drain"):
+        compose_evaluation(given, _base_values(run, given))
+
+
+@pytest.mark.parametrize("command", [("evaluate", "model"), ("train",)])
+def test_a_deleted_working_directory_is_one_message(tmp_path, monkeypatch, capsys, command):
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    try:
+        assert main(list(command)) == 2
+    finally:
+        os.chdir(tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"rlpack {command[0]}: the working directory no longer exists; change to another one"
 
 
 def test_the_section_is_no_section_of_rlpack_train(folder):

@@ -86,6 +86,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     ("override", "message"),
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
+        ("experiment=[smoke,lorra]", "experiment=lorra is not a choice; did you mean experiment=lora? experiment has:"),
+        ("experiment=[lora,nope]", "experiment=nope is not a choice; experiment has: eight_bit, lora, smoke"),
         ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, gmpo, grpo, gspo"),
         ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),
         ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
@@ -97,6 +99,7 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
             "reward.functions=[] is a list, but reward.functions is a section; set one of its keys: ",
         ),
         ("trainer=[1]", "trainer=[1] is a list, but trainer is a section; set one of its keys: trainer.<key>=<value>"),
+        ("data.validation_source=", "data.validation_source is '', which is blank; set it, or null for data.source"),
         ("seed", "'seed' is not an override; write key=value"),
         ("a=b=c", "'a=b=c' is not an override; write key=value"),
         ("trainer.steps=\udcff", "is not an override; write key=value"),

@@ -53,6 +53,7 @@ def test_a_set_has_its_own_prompts_and_its_own_reward():
             {"reward_function": OWN, "reward_arguments": {"api_key": "x" * 20}},
             "evaluation.sets.math.reward_arguments.api_key looks like a secret",
         ),
+        ({"source": " "}, "evaluation.sets.math.source is ' ', which is blank; set it, or null for that of the run"),
         ({"source": "a\0b"}, "evaluation.sets.math.source is 'a\\x00b', which holds a NUL character"),
     ],
 )
