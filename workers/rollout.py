@@ -133,7 +133,7 @@ class RolloutWorker(Worker):
         Returns:
             The columns of `generate`; `engine_failure`: why a row has no response, "" if it has one;
             `engine_has_failed`: whether the engine has to be replaced before it gets rows again; and `engine_version`:
-            policy version of the engine, int64 [B].
+            policy version of the engine when the row ended, int64 [B].
 
         Raises:
             EngineError: an update of the weights is under way or failed.
@@ -148,12 +148,11 @@ class RolloutWorker(Worker):
             ended = self._in_flight.ended(generation, timeout_s, enough)
             self._is_unhealthy |= any(ended.has_engine_failed)
             generations, failures = usable_responses(engine, ended)
-            count = len(failures)
             return self._rows(ended.rows, generations).union(
                 {
                     "engine_failure": failures,
-                    "engine_has_failed": torch.full((count,), self._is_unhealthy, dtype=torch.bool),
-                    "engine_version": torch.full((count,), engine.policy_version, dtype=torch.int64),
+                    "engine_has_failed": torch.full((len(failures),), self._is_unhealthy, dtype=torch.bool),
+                    "engine_version": torch.tensor(ended.versions, dtype=torch.int64),
                 }
             )
 

@@ -14,7 +14,7 @@ from rlpack.config.schema import Config
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 
 # vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
-_WHOLE_GPU, _SHARED_GPU = 0.9, 0.5
+_WHOLE_GPU, _SHARED_GPU = 0.92, 0.5
 # Models below this size have a second copy of their weights while they generate (`rlpack.rollout.fused_linear`).
 _PREPARED_BYTES = 2**30
 # A buffer of keys and values has room for this many times its tokens (`rlpack.rollout.kv_cache`).
@@ -61,6 +61,6 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     asleep = sleep_level(config)
     kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0}
     if "kv_cache_memory_bytes" in arguments:
-        return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]) // max(1, gpus), **kept)
+        return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
     share = settings.vllm.get("gpu_memory_utilization", _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU)
     return EngineMemory(weights, max(0, int(share * device_bytes) - weights), **kept)

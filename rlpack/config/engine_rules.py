@@ -6,6 +6,9 @@ from rlpack.config.roles import gpus_per_rank
 from rlpack.config.schema import Config
 from rlpack.config.sections.optimization import ADAPTER_RANKS
 
+# vLLM refuses requests with a higher temperature (0.32).
+MOST_VLLM_TEMPERATURE = 2.0
+
 
 def engine_problems(config: Config) -> Iterator[str]:
     """Yield problems across the keys of `rollout` that choose and shape the engine."""
@@ -34,7 +37,13 @@ def engine_problems(config: Config) -> Iterator[str]:
             )
         if rollout.dtype == "bf16":
             yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
-    elif (gpus := gpus_per_rank(config, "rollout")) % 1:
+        return
+    if rollout.temperature > MOST_VLLM_TEMPERATURE:
+        yield (
+            f"rollout.temperature is {rollout.temperature:g}, and vLLM samples at {MOST_VLLM_TEMPERATURE:g} or less; "
+            "lower it, or set rollout.engine=hf"
+        )
+    if (gpus := gpus_per_rank(config, "rollout")) % 1:
         yield (
             f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
             "or more, or to 0 with cpus_per_rank"

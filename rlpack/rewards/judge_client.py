@@ -33,6 +33,10 @@ class JudgeSettings(RequestSettings):
     max_tokens: int = 512
 
 
+# Status codes by which servers refuse a single request: too many tokens, or a content filter.
+_REFUSALS = frozenset({400, 413, 422})
+
+
 class JudgeClient:
     """Client that scores one batch."""
 
@@ -40,7 +44,7 @@ class JudgeClient:
         """Allow `max_failed_rows` failed rows, as `ScoreRequests` does."""
         self._settings = settings
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
-        self._requests = ScoreRequests(settings, self._url, self._read_score, max_failed_rows)
+        self._requests = ScoreRequests(settings, self._url, self._read_score, max_failed_rows, _REFUSALS)
 
     @property
     def num_retries(self) -> int:

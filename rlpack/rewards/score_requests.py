@@ -5,8 +5,9 @@ for the whole exchange.
 """
 
 import asyncio
+import ipaddress
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,11 +47,17 @@ class RequestSettings:
 
 
 class AttemptFailedError(Exception):
-    """A request without a usable answer; a retry may succeed."""
+    """A request without a usable answer.
 
-    def __init__(self, problem: Problem, detail: str) -> None:
+    Attributes:
+        problem: kind of the failure.
+        may_succeed: whether a retry may succeed.
+    """
+
+    def __init__(self, problem: Problem, detail: str, *, may_succeed: bool = True) -> None:
         super().__init__(detail)
         self.problem: Problem = problem
+        self.may_succeed = may_succeed
 
 
 def api_key(variable: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -87,6 +94,7 @@ class ScoreRequests:
         url: str,
         read_score: Callable[[str], RewardResult],
         max_failed_rows: float = float("inf"),
+        refusals: Collection[int] = (),
     ) -> None:
         """Allow `max_failed_rows` failed rows.
 
@@ -98,8 +106,10 @@ class ScoreRequests:
             read_score: returns the result in the body of an answer, which is final; raises AttemptFailedError if
                 another request may get a better answer.
             max_failed_rows: number of failed rows that are allowed.
+            refusals: status codes by which the server refuses single rows, which fail without a retry, rather than all.
         """
         self.num_retries = 0
+        self._refusals = refusals
         self._settings, self._url, self._read_score = settings, url, read_score
         self._failures_left = max_failed_rows
         self._slots = asyncio.Semaphore(settings.concurrency)
@@ -113,7 +123,9 @@ class ScoreRequests:
         settings = self._settings
         headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
         limits = httpx.Limits(max_connections=settings.concurrency)
-        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=settings.timeout_s) as client:
+        async with httpx.AsyncClient(
+            headers=headers, limits=limits, timeout=settings.timeout_s, trust_env=not is_loopback(self._url)
+        ) as client:
             tasks = [asyncio.create_task(self._score_row(client, body)) for body in bodies]
             try:
                 return await asyncio.gather(*tasks)
@@ -140,13 +152,15 @@ class ScoreRequests:
                 return self._read_score(await self._request_answer(client, body))
             except AttemptFailedError as error:
                 failure = error
+                if not error.may_succeed:
+                    break
         return RewardResult(problem=failure.problem, detail=str(failure))
 
     async def _request_answer(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> str:
         """Return the body of the server's answer.
 
         Raises:
-            AttemptFailedError: there is none; a retry may succeed.
+            AttemptFailedError: there is none.
             RewardError: the server rejects the request permanently.
         """
         url, timeout_s = self._url, self._settings.timeout_s
@@ -160,8 +174,31 @@ class ScoreRequests:
             raise AttemptFailedError("timeout", f"{url} did not answer within {timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise AttemptFailedError("error", f"{url}: {type(error).__name__}: {error}") from error
-        _check_status(response, answer, url)
+        self._check_status(response, answer)
         return answer
+
+    def _check_status(self, response: httpx.Response, body: str) -> None:
+        status = response.status_code
+        text = f"{self._url} answered {status} {response.reason_phrase}: {excerpt(body)}"
+        if status in self._refusals:
+            raise AttemptFailedError("error", text, may_succeed=False)
+        if status in _PERMANENT_ERRORS:
+            raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env")
+        if status != httpx.codes.OK:
+            raise AttemptFailedError("error", text)
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL is of this machine, which a proxy from the environment can't reach.
+
+    >>> is_loopback("http://127.0.0.1:8000/v1"), is_loopback("http://[::1]/"), is_loopback("https://judge.example/v1")
+    (True, True, False)
+    """
+    host = httpx.URL(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def _read_body(response: httpx.Response) -> str:
@@ -172,14 +209,6 @@ async def _read_body(response: httpx.Response) -> str:
         if len(body) > _MAX_ANSWER_BYTES:
             raise AttemptFailedError("error", f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
     return body.decode(errors="replace")
-
-
-def _check_status(response: httpx.Response, body: str, url: str) -> None:
-    text = f"{url} answered {response.status_code} {response.reason_phrase}: {excerpt(body)}"
-    if response.status_code in _PERMANENT_ERRORS:
-        raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env")
-    if response.status_code != httpx.codes.OK:
-        raise AttemptFailedError("error", text)
 
 
 def excerpt(text: str) -> str:

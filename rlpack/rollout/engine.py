@@ -115,11 +115,13 @@ class FinishedRow(NamedTuple):
         key: the row's key when it was started.
         response: what the engine returned, for `StreamingEngine.to_generations`; None if it failed.
         failure: why there is no response; "" if there is one.
+        policy_version: the engine's policy version when the row ended; None for the one that it has now.
     """
 
     key: int
     response: Any
     failure: str
+    policy_version: int | None = None
 
 
 class StreamingEngine(Engine, Protocol):

@@ -37,6 +37,7 @@ class EndedRows(NamedTuple):
         responses: what the engine returned for each row; None if it failed.
         failures: why a row has no response; "" if it has one.
         has_engine_failed: whether each row failed in the current engine, rather than in one that was replaced.
+        versions: policy version of the engine when each row ended.
     """
 
     rows: BatchedDataDict
@@ -44,6 +45,7 @@ class EndedRows(NamedTuple):
     responses: list[Any]
     failures: list[str]
     has_engine_failed: list[bool]
+    versions: list[int]
 
 
 @dataclass(eq=False)
@@ -72,11 +74,12 @@ class _Row(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A row that ended, its answer, and whether the current engine failed it."""
+    """A row that ended, its answer, whether the current engine failed it, and the engine's policy version then."""
 
     row: _Row
     answer: FinishedRow
     has_engine_failed: bool
+    version: int
 
     @property
     def is_last_of_group(self) -> bool:
@@ -127,12 +130,12 @@ class RowsInFlight:
 
     def move_to(self, engine: StreamingEngine) -> None:
         """Switch to another engine; rows in flight count as failed, and the driver restarts them."""
-        self._engine = engine
+        version, self._engine = self._engine.policy_version, engine
         lost = "the engine that had it in flight was replaced"
         self._ended = [ended._replace(has_engine_failed=False) for ended in self._ended]
         for key, row in self._running.items():
             row.begun.left[row.group] -= 1
-            self._ended.append(_Ended(row, FinishedRow(key, None, lost), has_engine_failed=False))
+            self._ended.append(_Ended(row, FinishedRow(key, None, lost), has_engine_failed=False, version=version))
         self._running.clear()
 
     def ended(self, generation: int, timeout_s: float, enough: int = 0) -> EndedRows:
@@ -171,7 +174,8 @@ class RowsInFlight:
             if answer.key in self._running:
                 row = self._running.pop(answer.key)
                 row.begun.left[row.group] -= 1
-                self._ended.append(_Ended(row, answer, has_engine_failed=bool(answer.failure)))
+                version = self._engine.policy_version if answer.policy_version is None else answer.policy_version
+                self._ended.append(_Ended(row, answer, has_engine_failed=bool(answer.failure), version=version))
                 generations.add(row.begun.generation)
         return generations
 
@@ -189,6 +193,7 @@ def _columns(ended: Sequence[_Ended]) -> EndedRows:
         [one.answer.response for one in order],
         [one.answer.failure for one in order],
         [one.has_engine_failed for one in order],
+        [one.version for one in order],
     )
 
 

@@ -28,7 +28,7 @@ def usable_responses(engine: StreamingEngine, ended: EndedRows) -> tuple[Generat
             try:
                 _checked(engine, ended, [place])
             except EngineError as error:
-                failures[place] = f"its response of policy version {engine.policy_version} can't be used: {error}"
+                failures[place] = f"its response of policy version {ended.versions[place]} can't be used: {error}"
         places = [place for place in places if not failures[place]]
         made = _checked(engine, ended, places)
     return _with_empty(made, places, len(failures)), failures

@@ -72,9 +72,12 @@ class Shape:
             vocab_size=int(text.vocab_size),
         )
 
-    def cache_bytes(self, tokens: int, dtype: str) -> int:
-        """Return the size of the keys and values of some tokens, in bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_size * tokens * _BYTES[dtype]
+    def cache_bytes(self, tokens: int, dtype: str, gpus: int = 0) -> int:
+        """Return the size of the keys and values of some tokens, in bytes, on all GPUs of an engine together.
+
+        With more GPUs than heads of keys and values, several GPUs hold the same head.
+        """
+        return 2 * self.layers * max(self.kv_heads, gpus) * self.head_size * tokens * _BYTES[dtype]
 
 
 def shape_problem(
@@ -166,7 +169,7 @@ class Capacity:
 
     @property
     def given_cache_bytes(self) -> int | None:
-        """The size of the cache in bytes, None to derive it."""
+        """The size of the cache on all GPUs of the engine together, or in host memory, in bytes; None to derive it."""
         return None if self.kv_cache_gb is None else round(self.kv_cache_gb * 1e9)
 
 
@@ -194,10 +197,10 @@ def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str,
     if gpus == 0:
         arguments["block_size"] = CPU_BLOCK_SIZE
         # vLLM can't rewind the random numbers of a CPU, as it has to after part of a prompt.
-        prefill = max(_PREFILL_TOKENS, capacity.max_length)
+        prefill = max(_PREFILL_TOKENS, capacity.max_length, capacity.max_num_seqs)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": prefill}
     if capacity.given_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = capacity.given_cache_bytes
+        arguments["kv_cache_memory_bytes"] = capacity.given_cache_bytes // max(1, gpus)  # vLLM's is of each GPU
     elif gpus == 0:
         row = least_cache_bytes(shape, capacity) // 2
         arguments["kv_cache_memory_bytes"] = max(2 * row, min(capacity.max_num_seqs * row, cache_budget()))
@@ -208,7 +211,7 @@ def least_cache_bytes(shape: Shape, capacity: Capacity) -> int:
     """Return the size in bytes of the smallest cache that rlpack starts vLLM with: it holds two of the longest rows."""
     block = capacity.block_size
     blocks = -(-capacity.max_length // block) + 1  # of a row; vLLM keeps one block for itself
-    return 2 * shape.cache_bytes(blocks * block, capacity.dtype)
+    return 2 * shape.cache_bytes(blocks * block, capacity.dtype, capacity.gpus)
 
 
 def cache_problem(shape: Shape, capacity: Capacity, *, key: str, lower: str) -> str | None:

@@ -9,6 +9,9 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 from vllm.engine.arg_utils import (  # pyright: ignore[reportMissingImports]
     AsyncEngineArgs as AsyncEngineArgs,
 )
+from vllm.exceptions import (  # pyright: ignore[reportMissingImports]
+    VLLMClientError as VLLMClientError,
+)
 from vllm.lora.request import (  # pyright: ignore[reportMissingImports]
     LoRARequest as LoRARequest,
 )

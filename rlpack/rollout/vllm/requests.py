@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlpack.batch.ragged import Ragged
-from rlpack.rollout.errors import EngineError
+from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.types import FinishReason, Generations, SamplingParams
 
 # vLLM takes seeds of 63 bits, and reads -1 as no seed.
@@ -116,6 +116,20 @@ def to_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
         "flat_logprobs": True,
         "detokenize": False,
     }
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Refuse parameters that vLLM would refuse in every request.
+
+    Raises:
+        SamplingError: says why.
+    """
+    from rlpack.rollout.vllm import library
+
+    try:
+        library.SamplingParams(**to_sampling(params, 0))
+    except library.VLLMClientError as error:
+        raise SamplingError(f"vLLM refuses the sampling parameters of rollout: {error}") from error
 
 
 def to_generations(outputs: Sequence[Any], params: SamplingParams) -> Generations:

@@ -146,16 +146,17 @@ class RowRequests:
     async def _respond(self, row: Row, done: queue.SimpleQueue[FinishedRow]) -> None:
         """Put the result of a row, or its failure, into a queue."""
         try:
-            answer = FinishedRow(row.key, await self._answer(row), "")
+            answer = FinishedRow(row.key, await self._answer(row), "", self._version)
         except asyncio.CancelledError:
             if self._is_cancelled():
                 raise
-            answer = FinishedRow(row.key, None, f"vLLM cancelled a request at policy version {self._version}")
+            failure = f"vLLM cancelled a request at policy version {self._version}"
+            answer = FinishedRow(row.key, None, failure, self._version)
         except EngineError as error:
-            answer = FinishedRow(row.key, None, str(error))
+            answer = FinishedRow(row.key, None, str(error), self._version)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is a failure of the row
             failure = f"vLLM failed at policy version {self._version}: {self._explain(error)}"
-            answer = FinishedRow(row.key, None, failure)
+            answer = FinishedRow(row.key, None, failure, self._version)
         done.put(answer)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The arguments of vLLM's OpenAI-compatible server, from the options of `rlpack serve`."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,16 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
     }
-    return base_arguments(shape, capacity, model=model) | of_model | own | _merged(of_model, options.vllm)
+    arguments = base_arguments(shape, capacity, model=model) | of_model | own | _merged(of_model, options.vllm)
+    if "distributed_executor_backend" not in options.vllm and _num_workers(arguments) > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
+
+
+def _num_workers(arguments: Mapping[str, Any]) -> int:
+    """Return how many processes run the model; vLLM checks the sizes themselves."""
+    sizes = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,5 +143,5 @@ def _fitting_length(shape: Shape, capacity: Capacity) -> int:
         size = cache_budget()
     else:  # vLLM measures the GPU's memory
         return capacity.max_length
-    blocks = size // (2 * shape.cache_bytes(capacity.block_size, capacity.dtype)) - 1
+    blocks = size // (2 * shape.cache_bytes(capacity.block_size, capacity.dtype, capacity.gpus)) - 1
     return min(capacity.max_length, max(_SHORTEST, blocks * capacity.block_size))

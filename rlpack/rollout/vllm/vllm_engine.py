@@ -33,7 +33,7 @@ from rlpack.rollout.vllm.deadlines import Deadlines
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.initial_weights import initial_weights
-from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt
+from rlpack.rollout.vllm.requests import check_sampling, prompt_logprobs, to_generations, to_prompt
 from rlpack.rollout.vllm.row_requests import Row, RowRequests
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
@@ -78,7 +78,7 @@ class VLLMEngine:
         self._engine: Any = engine.front_end
         self._log = engine.log
         self._loop, self._model = loop, model
-        self._max_length, self._deadline = max_length, deadlines.control
+        self._max_length, self._deadline = max_length, deadlines.start  # until the first call has returned
         self._request_timeout_s = deadlines.request_s
         self._aliases = tied_names(model)
         self._adapters = RuntimeAdapters(model) if takes_adapters else None
@@ -91,6 +91,7 @@ class VLLMEngine:
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
         self.policy_version = 0  # vLLM's own first version is not a number
+        self._deadline = deadlines.control
 
     @classmethod
     def from_settings(
@@ -117,7 +118,7 @@ class VLLMEngine:
         max_length = engine_length(max_length)
         deadlines = Deadlines.of(settings, placement or Placement())
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-        loop = EventLoop("rlpack-vllm")
+        loop, built = EventLoop("rlpack-vllm"), None
         try:
             with initial_weights(model, tokenizer, seed) as source:
                 arguments = engine_arguments(
@@ -156,6 +157,8 @@ class VLLMEngine:
             built.sleep()
         except BaseException:
             engine.stop()
+            if built is not None:
+                built.close()
             loop.close()
             raise
         return built
@@ -207,6 +210,7 @@ class VLLMEngine:
                 f"that is over the engine's {self._max_length}. Raise data.max_prompt_tokens, from which the engine's "
                 "length is derived"
             )
+        check_sampling(params)
         rows = [
             Row(key, row.numpy(), int(seed), params)
             for key, row, seed in zip(keys, prompts.rows(), seeds.astype(np.uint64), strict=True)

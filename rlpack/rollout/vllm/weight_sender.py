@@ -88,6 +88,7 @@ class WeightSender:
             buffers.end_update()
         failure = next(filter(None, failures), "")
         if not failure:
+            self.buffers.close()
             self.buffers = buffers
         return failure
 

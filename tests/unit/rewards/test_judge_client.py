@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         if "drips" in text:
             self.drip()
             return
-        status = next((code for code in (500, 503, 401) if str(code) in text), 200)
+        status = next((code for code in (500, 503, 401, 400, 422) if str(code) in text), 200)
         if "once" in text and seen > 1:
             status = 200
         bodies = {"nonsense": "<html>", "list": "[1]", "null": '{"choices": [{"message": {"content": null}}]}'}
@@ -115,6 +115,13 @@ def test_scores_come_back_in_order_as_shares_of_the_largest(server):
     assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
 
 
+def test_a_proxy_is_not_asked_for_a_server_of_this_machine(server, monkeypatch: pytest.MonkeyPatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
+    results, _ = ask(settings(server), "5")
+    assert [result.value for result in results] == [0.5]
+
+
 def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     columns = {"completion": ["5", "6"], "prompt": [messages, "2+2="], "answer": [[1], 4]}
@@ -130,6 +137,8 @@ def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
     [
         ("500", "error", 1, "answered 500"),
         ("503", "error", 1, "answered 503"),
+        ("400", "error", 0, "answered 400"),
+        ("422", "error", 0, "answered 422"),
         ("nonsense", "error", 1, "no chat completion: '<html>'"),
         ("list", "error", 1, "no chat completion"),
         ("null", "error", 1, "no chat completion"),

@@ -77,6 +77,20 @@ def test_what_ended_is_returned_at_the_deadline_although_no_group_is_complete():
     assert len(ids_of(rows.ended(0, 0.01))) == 1
 
 
+def test_rows_keep_the_policy_version_at_which_they_ended_though_a_new_one_is_published_before_they_are_returned():
+    source = engine(at_once=1)
+    rows = RowsInFlight(source)
+    source.policy_version = 7
+    rows.begin(ROWS, PARAMS, 0)
+    rows._record(source.finished(0.0))
+    rows._record([FinishedRow(next(iter(rows._running)), None, "the engine died", 6)])
+    successor = engine()
+    successor.policy_version = 8
+    rows.move_to(successor)
+    ended = rows.ended(0, 1.0)
+    assert sorted(ended.versions) == [6] + [7] * 5
+
+
 def test_a_row_that_failed_with_its_engine_says_so_and_rows_that_were_answered_stand():
     source = engine(at_once=1)
     rows = RowsInFlight(source)

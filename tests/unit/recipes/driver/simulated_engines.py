@@ -41,6 +41,10 @@ class SimulatedEngine:
         self.rows: dict[int, list[int]] = {}
         self.left: dict[int, int] = {}
 
+    @property
+    def policy_version(self) -> int:
+        return self.rank.version
+
     def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
         for key, seed in zip(keys, seeds, strict=True):
             self.rows[key] = []
@@ -93,7 +97,7 @@ class SimulatedRank:
             failed = {
                 "engine_failure": ended.failures,
                 "engine_has_failed": torch.full((len(ended.failures),), any(ended.has_engine_failed)),
-                "engine_version": torch.full((len(ended.failures),), self.version),
+                "engine_version": torch.tensor(ended.versions, dtype=torch.int64),
             }
             return BatchedDataDict(columns | failed, row_ids=ended.rows.row_ids)
 

@@ -98,6 +98,7 @@ def test_the_cache_takes_an_eighth_of_the_available_memory_but_two_rows_at_least
 def test_the_cache_has_the_size_of_its_key_on_both_devices():
     for gpus in (0, 1):
         assert arguments(kv_cache_gb=0.25, gpus=gpus)["kv_cache_memory_bytes"] == GB // 4
+    assert arguments(kv_cache_gb=0.3, gpus=3)["kv_cache_memory_bytes"] == GB // 10  # vLLM's argument is of each GPU
     assert "kv_cache_memory_bytes" not in arguments(gpus=1)  # vLLM takes its share of the GPU
 
 
@@ -106,6 +107,10 @@ def test_a_cache_too_small_for_two_rows_is_refused_with_the_size_that_it_needs()
     assert arguments(kv_cache_gb=needed / GB)["kv_cache_memory_bytes"] == needed
     with pytest.raises(EngineError, match=r"set it to at least 0\.00123, or"):
         arguments(kv_cache_gb=(needed - 1) / GB)
+    # Three heads on six GPUs: two GPUs hold each.
+    assert arguments(kv_cache_gb=2 * needed / GB, gpus=6)["kv_cache_memory_bytes"] == needed // 3
+    with pytest.raises(EngineError, match=r"set it to at least 0\.00246, or"):
+        arguments(kv_cache_gb=(2 * needed - 1) / GB, gpus=6)
     with pytest.raises(EngineError) as caught:
         arguments(kv_cache_gb=0.001)
     assert str(caught.value) == (
@@ -122,6 +127,11 @@ def test_the_size_that_a_refusal_names_is_enough(max_length, dtype):
     named = re.findall(r"set it to at least ([\d.]+), or", str(caught.value))[0]
     arguments(kv_cache_gb=float(named), max_length=max_length, dtype=dtype)
     assert len(named.strip("0.").replace(".", "")) <= 3
+
+
+def test_more_rows_than_tokens_of_prompts_fit_on_a_cpu():
+    assert arguments(max_num_seqs=5000)["max_num_batched_tokens"] == 5000  # vLLM refuses fewer
+    assert arguments(max_num_seqs=50)["max_num_batched_tokens"] == 4096
 
 
 def test_larger_blocks_count_in_the_size_of_the_cache(monkeypatch):

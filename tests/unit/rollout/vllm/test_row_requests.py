@@ -72,7 +72,7 @@ def test_a_request_that_was_on_its_way_is_aborted_too_and_continued(monkeypatch:
         vllm.end("length")
         await asyncio.sleep(0.01)
         row = vllm.rows.finished(0.0)[0]
-        assert (row.key, row.failure, row.response.token_ids) == (3, "", [9, 9])
+        assert (row.key, row.failure, row.response.token_ids, row.policy_version) == (3, "", [9, 9], 2)
 
     asyncio.run(scenario())
 

@@ -114,6 +114,12 @@ def test_a_server_on_gpus_leaves_the_cache_to_vllm_and_shares_the_model_by_vllms
     given = arguments(on_gpu=True, vllm={"tensor_parallel_size": 4})
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (4, "mp")
     assert "kv_cache_memory_bytes" not in given
+    stages = arguments(on_gpu=True, vllm={"pipeline_parallel_size": 2})
+    assert (stages["tensor_parallel_size"], stages["distributed_executor_backend"]) == (1, "mp")
+    assert arguments(vllm={"tensor_parallel_size": 2})["distributed_executor_backend"] == "mp"
+    assert arguments()["distributed_executor_backend"] == "uni"
+    own = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    assert arguments(on_gpu=True, vllm=own)["distributed_executor_backend"] == "ray"
     assert given["enforce_eager"] is False
     assert arguments(on_gpu=True, vllm={"enforce_eager": True})["enforce_eager"] is True
 
