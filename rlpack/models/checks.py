@@ -31,6 +31,7 @@ from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import PackedModel
+from rlpack.models.parts import forward_device
 
 # Seed of the first draw of tokens.
 _SEED = 20240607
@@ -163,7 +164,7 @@ def check_scores(
     Raises:
         ModelError: the scores differ, for example because the classifier's head has more operations.
     """
-    device = classifier.device
+    device = forward_device(model)
     with _evaluating(model), _named(model, "reward_model", packed):
         rows = draw_rows(model.model, vocab_size, seed=20240608, longest=longest)
         pad = classifier.config.get_text_config().to_dict().get("pad_token_id")

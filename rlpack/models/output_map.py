@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlpack.models.errors import ModelError
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import language_model
+from rlpack.models.parts import forward_device
 
 # Config keys of scaled logits, for models that can't be measured; 1 changes nothing.
 _LOGIT_SCALES = (
@@ -103,7 +104,7 @@ def run_measured_tokens(model: PreTrainedModel) -> None:
 
 def _tokens(model: PreTrainedModel) -> Tensor:
     """Return the tokens that the map is measured with, int64 [1, 4]."""
-    return torch.arange(_NUM_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+    return torch.arange(_NUM_TOKENS, device=forward_device(model))[None] % model.config.get_text_config().vocab_size
 
 
 def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> Tensor:

@@ -70,6 +70,18 @@ def share_weights(source: nn.Module, target: nn.Module) -> None:
             taker.register_buffer(name, buffer, persistent=name not in giver._non_persistent_buffers_set)
 
 
+def forward_device(model: nn.Module) -> torch.device:
+    """Return the device of a model's forward pass: that of its weights, or of their mesh if FSDP keeps them on the CPU.
+
+    Args:
+        model: with weights; sharded or not.
+    """
+    weight = next(model.parameters())
+    if isinstance(weight, DTensor) and not weight.is_meta:
+        return torch.device(weight.device_mesh.device_type)
+    return weight.device
+
+
 def whole_tensor(weight: Tensor) -> Tensor:
     """Return a weight whole, on the device of its mesh; a collective if it is sharded."""
     weight = weight.detach()

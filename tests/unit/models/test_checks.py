@@ -1,14 +1,14 @@
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForSequenceClassification
 
 from rlpack.models import attention as attention_module
-from rlpack.models.checks import check_isolation, check_model
+from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.output_map import OutputMap
 from rlpack.models.policy import Policy
-from tests.unit.models.tiny import KINDS, VOCABULARY, tiny_model
+from tests.unit.models.tiny import KINDS, VOCABULARY, offload_embedding, tiny_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,3 +148,14 @@ def test_a_failure_inside_a_model_names_it():
     del policy.model.base_model.norm
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM can't be run packed as the critic: AttributeError: .*norm"):
         check_model(policy, "cpu", VOCABULARY, role="critic")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_classifier_is_compared_on_the_device_of_its_offloaded_weights_mesh(device: str):
+    config = tiny_model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="rlpack")
+    devices = offload_embedding(classifier, device)
+    with pytest.raises(ModelError, match="LookupError"):
+        check_scores(classifier, ScalarHeadModel(classifier.base_model, classifier.score), VOCABULARY, packed=True)
+    assert devices == [device]

@@ -9,9 +9,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
-from rlpack.models.output_map import OutputMap, measure_output_map
+from rlpack.models.output_map import OutputMap, measure_output_map, run_measured_tokens
 from rlpack.models.policy import Policy, output_head
-from tests.unit.models.tiny import VOCABULARY, reference_scores, tiny_model, tiny_rows
+from tests.unit.models.tiny import VOCABULARY, offload_embedding, reference_scores, tiny_model, tiny_rows
 
 # By kind of model: changes to its config, and the map that its modeling file has.
 MAPS = {
@@ -131,3 +131,12 @@ def test_measuring_changes_neither_mode_nor_random_state():
     Policy(model)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_tokens_are_on_the_device_of_offloaded_weights_mesh():
+    model = tiny_model(dtype=torch.float32)
+    devices = offload_embedding(model, "meta")
+    assert measure_output_map(model, output_head(model)) == OutputMap()
+    with pytest.raises(LookupError):
+        run_measured_tokens(model)
+    assert devices == ["meta", "meta"]

@@ -1,7 +1,10 @@
 """Tiny models of each supported kind, with large enough weights, soft caps and windows to expose mistakes."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlpack.models import attention
@@ -47,6 +50,27 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+
+
+def offload_embedding(model: PreTrainedModel, device_type: str) -> list[str]:
+    """Leave a model's first weight in host memory, as FSDP does with offloaded ones, of a mesh of other devices.
+
+    Returns:
+        The device types of the tokens that the language model gets later, which then fails with a `LookupError`.
+    """
+    mesh = DeviceMesh(device_type, [0], _init_backend=False, _rank=0)
+    embedding = model.base_model.get_submodule("embed_tokens")
+    whole = embedding.get_parameter("weight").detach()
+    spec = DTensorSpec(mesh, (Replicate(),), TensorMeta(whole.shape, whole.stride(), whole.dtype))
+    embedding.weight = nn.Parameter(DTensor(whole, spec, requires_grad=False))  # pyright: ignore[reportCallIssue]
+    devices: list[str] = []
+
+    def record(module: nn.Module, arguments: tuple, options: dict) -> None:
+        devices.append(options["input_ids"].device.type)
+        raise LookupError("the tokens have been seen")
+
+    model.base_model.register_forward_pre_hook(record, with_kwargs=True)
+    return devices
 
 
 def tiny_rows(lengths: list[int], seed: int = 0) -> list[Tensor]:
