@@ -13,6 +13,7 @@ Invariants (tests/unit/models/test_stored_model.py, tests/distributed/models/tes
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,14 @@ class StoredModel:
         shapes: an unsharded copy of it, whose config and shapes the conversions read.
         files: the files with the weights.
         conversions: how the weights are made from the files' tensors.
+        tied: the names of each weight that has several.
     """
 
     model: PreTrainedModel
     shapes: PreTrainedModel
     files: WeightFiles
     conversions: list[Conversion]
+    tied: list[list[str]]
 
     @classmethod
     def open(
@@ -85,8 +88,9 @@ class StoredModel:
         loaded = {id(state[name]) for name in made if name in state}
         if others := sorted(name for name, tensor in state.items() if id(tensor) not in loaded):
             raise NotInPartsError(f"transformers computes the value of {others[0]}, which the files lack")
+        tied = _tied_names(state)
         _rebuild_buffers(model)
-        return cls(model, copy.deepcopy(model), files, conversions)
+        return cls(model, copy.deepcopy(model), files, conversions, tied)
 
     def materialize(
         self, root: nn.Module, device: torch.device | str, weights_device: torch.device | str | None = None
@@ -102,6 +106,10 @@ class StoredModel:
         allocate(root, device, weights_device)
         inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         state = {merged_name(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        for names in self.tied:
+            # The files may have the weight under the name of a module that `root` or the stage lacks.
+            own = [state[name] for name in names if name in state and id(state[name]) in inside]
+            state |= {name: own[0] for name in names if own and id(state.get(name)) not in inside}
         for conversion in self.conversions:
             if conversion.first in state and id(state[conversion.first]) in inside:
                 self._read(conversion, state)
@@ -141,6 +149,14 @@ def _tie_equal_weights(
             setattr(model.get_submodule(module), name, model.get_parameter(source))
         else:
             model.all_tied_weights_keys.pop(target)
+
+
+def _tied_names(state: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of each tensor that has several."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        names[id(tensor)].append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 def _rebuild_buffers(model: PreTrainedModel) -> None:

@@ -65,6 +65,21 @@ def test_tied_weights_that_files_have_twice_are_tied_if_they_are_equal(tmp_path:
     assert stored.model.all_tied_weights_keys == truth.all_tied_weights_keys
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_weight_is_read_under_either_name_also_without_the_head(tmp_path: Path, name: str):
+    saved(tmp_path, "gemma3_text")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[name] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    truth = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(truth.model.embed_tokens.weight, weights[name])
+    whole, headless = opened(tmp_path), opened(tmp_path)
+    whole.materialize(whole.model, "cpu")
+    assert_same(whole.model, truth)
+    headless.materialize(headless.model.model, "cpu")
+    assert_same(headless.model.model, truth.model)
+
+
 def test_bf16_files_are_loaded_as_fp32(tmp_path: Path):
     truth = saved(tmp_path, "qwen3_moe")
     truth.to(torch.bfloat16).save_pretrained(tmp_path)
