@@ -141,7 +141,7 @@ class AheadQueue:
         with step.timer("wait"):
             rollouts = self._rollouts_of(step, self._taken)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
-        lags = self._lags(rollouts, step.number)  # read from the engines' ranks, which are free until the next draw
+        lags = self._lags(rollouts, self._taken.context)
         self._begin_until(step.number + self._lead)
         step.lag = int(lags.max()) if lags.numel() else 0
         step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
@@ -331,6 +331,8 @@ class AheadQueue:
         except RoleError as error:
             error.phase, error.step = context.progress.phase, context.number
             raise
+        if self._late is None:  # read now: later, the ranks that have them may be busy with an evaluation
+            context.versions = self._versions_of(scored)
         if not self._is_checked:  # so that it fails at the first step rather than the first checkpoint
             check_lists(self._session.store.fetch(scored))
             self._is_checked = True
@@ -342,13 +344,16 @@ class AheadQueue:
             with self._session.publication():
                 self._session.replace_engines()
 
-    def _lags(self, rollouts: BatchedDataDict, number: int) -> Tensor:
+    def _versions_of(self, rollouts: BatchedDataDict) -> Tensor:
+        return self._session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
+
+    def _lags(self, rollouts: BatchedDataDict, context: StepContext) -> Tensor:
         """Return how many policy versions each sampled token is behind the newest, int32 [sampled tokens].
 
         Raises:
             StalenessError: a token has a version outside [newest - max_lag, newest].
         """
-        versions = self._session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
+        versions = self._versions_of(rollouts) if context.versions is None else context.versions
         sampled, newest = versions[versions >= 0], self._session.rollout_weights.version
         oldest = newest - self._max_lag
         if sampled.numel() and not oldest <= sampled.min() <= sampled.max() <= newest:
@@ -358,8 +363,9 @@ class AheadQueue:
                 else ""
             )
             raise StalenessError(
-                f"the batch of step {number} has tokens of the policy versions {sampled.min()} to {sampled.max()}; "
-                f"with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, the newest",
+                f"the batch of step {context.number} has tokens of the policy versions {sampled.min()} to "
+                f"{sampled.max()}; with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, "
+                "the newest",
                 policy_version=newest,
             )
         return newest - sampled

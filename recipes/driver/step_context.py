@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.batch import BatchedDataDict
@@ -62,6 +63,7 @@ class StepContext:
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
         pending_kl: the call of `ActorWorker.kl_sums` whose result only metrics need, until they are recorded.
+        versions: policy versions of a batch's tokens, int32 [T], -1 for those of prompts; None if they aren't read yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
     """
@@ -73,6 +75,7 @@ class StepContext:
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
     pending_kl: Pending[BatchedDataDict] | None = None
+    versions: Tensor | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
 
