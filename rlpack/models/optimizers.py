@@ -45,7 +45,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the trainable weights of `model`, with moments of zero.
 
-    Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none.
+    Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none. Biases that
+    are stacked, such as those of experts, are vectors, too.
 
     Args:
         model: already sharded, if at all; patterns refer to its weight names.
@@ -60,9 +61,10 @@ def build_optimizer(
     names = (whole or model).named_parameters(remove_duplicate=False)
     matching = match_patterns(settings.no_decay, (name for name, _ in names), "optimizer.no_decay")
     no_decay = {id(named[name]) for name in matching if name in named}
+    no_decay |= {id(weight) for name, weight in named.items() if weight.ndim < 2 or name.endswith("bias")}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    decayed = [weight for weight in trained if weight.ndim >= 2 and id(weight) not in no_decay]
-    rest = [weight for weight in trained if weight.ndim < 2 or id(weight) in no_decay]
+    decayed = [weight for weight in trained if id(weight) not in no_decay]
+    rest = [weight for weight in trained if id(weight) in no_decay]
     groups = [
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, settings.weight_decay), (rest, 0.0))
@@ -111,7 +113,8 @@ def _build_adamw_8bit(groups: list[dict], settings: Optimizer) -> torch.optim.Op
 
         @torch.no_grad()
         def step(self, closure=None):
-            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+            # Also if there are none, as on a pipeline stage that trains nothing.
+            on_cpu = all(weight.device.type == "cpu" for group in self.param_groups for weight in group["params"])
             with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
                 return super().step(closure)
 

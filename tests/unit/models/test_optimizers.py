@@ -67,6 +67,30 @@ def test_steps_are_adamw_with_decay_on_matrices_except_no_decay(no_decay: tuple[
         assert (weight - other).norm() > 1e-5 * expected.norm() or not before[name].any(), name
 
 
+def test_stacked_biases_of_experts_are_not_decayed():
+    lm = tiny_model("gpt_oss", dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    optimizer = build_optimizer(lm, SETTINGS)
+    decay = {weight: group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    experts = {name: weight for name, weight in lm.named_parameters() if ".experts." in name}
+    assert {name.rpartition(".")[2]: (weight.ndim, decay[weight]) for name, weight in experts.items()} == {
+        "gate_up_proj": (3, 0.1),
+        "gate_up_proj_bias": (2, 0.0),
+        "down_proj": (3, 0.1),
+        "down_proj_bias": (2, 0.0),
+    }
+
+
+@pytest.mark.usefixtures("eight_bit")
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_pipeline_stage_may_train_nothing(name: str):
+    lm, settings = model().requires_grad_(False), SETTINGS.model_copy(update={"name": name})
+    optimizer = build_optimizer(lm, settings)
+    set_learning_rate(optimizer, 0.02)
+    optimizer.step()
+    assert steps_taken(optimizer) == 0
+    assert not optimizer.state
+
+
 @pytest.mark.usefixtures("eight_bit")
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_frozen_weights_never_change_and_have_no_gradient_or_state(name: str):
