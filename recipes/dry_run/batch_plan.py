@@ -1,7 +1,7 @@
-"""The plan of a run's first batch: its microbatches, and the largest one.
+"""The plan of a run's first batch: its microbatches, and the largest one that any step may have.
 
 Lengths come from the data. Responses don't exist yet, so each is assumed to have `rollout.max_new_tokens`, the
-maximum.
+maximum. The longest prompt or demonstration is that of the whole split, because a later batch may have it.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import forward_batching, gpus_per_rank, role_batching
 from rlpack.config.schema import Config
+from rlpack.config.token_budgets import holds
 from rlpack.data.prompts import Prompts
 from rlpack.data.sampler import prompt_positions
 from rlpack.models.cpu_products import rounded_rows
 from rlpack.models.memory_simulation import SimulatedMicrobatch
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 from rlpack.recipes.dry_run.role_memory import is_trained, role_layout
+
+# Demonstrations that are tokenized at a time.
+_CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class TypicalBatch:
         longest: maximum number of tokens of a sequence of the run, as far as it is known.
         prompts: tokens of each sequence's prompt, int64 [B]; None if no two sequences have the same prompt.
         group: number of sequences per prompt, which are adjacent.
+        warm_up: the sequences of a supervised step of a recipe that generates; None if it takes none.
     """
 
     lengths: np.ndarray
@@ -38,6 +43,13 @@ class TypicalBatch:
     longest: int
     prompts: np.ndarray | None = None
     group: int = 1
+    warm_up: "TypicalBatch | None" = None
+
+    @property
+    def longest_demonstration(self) -> int:
+        """Return the tokens of the longest sequence of the run's supervised steps; 0 if it takes none."""
+        supervised = self if self.prompts is None else self.warm_up
+        return 0 if supervised is None else supervised.longest
 
 
 @dataclass(frozen=True)
@@ -69,16 +81,29 @@ class RolePlan:
 
 def first_batch(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> TypicalBatch:
     """Return the sequences of the first step."""
-    trainer = config.trainer
+    trainer, recipe = config.trainer, recipe_of(config)
+    if not recipe.generates:
+        return _demonstrations(config, tokenizer, prompts, trainer.prompts_per_step)
     _, rows = prompt_positions(config.seed, len(prompts), 0, trainer.prompts_per_step)
-    if not recipe_of(config).generates:
-        lengths = prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy()
-        return TypicalBatch(lengths, "prompts and demonstrations of the first batch", int(lengths.max()))
     response = config.rollout.max_new_tokens
     of_prompts = np.repeat(prompts.input_ids.select(rows).lengths.numpy(), trainer.group_size)
     source = f"prompts of the first batch, and responses of rollout.max_new_tokens ({response})"
     longest = int(prompts.input_ids.lengths.max()) + response
-    return TypicalBatch(of_prompts + response, source, longest, of_prompts, trainer.group_size)
+    warm_up = None
+    if config.sft_warmup.steps > 0:
+        warm_up = _demonstrations(config, tokenizer, prompts, config.sft_warmup.batch_size)
+    return TypicalBatch(of_prompts + response, source, longest, of_prompts, trainer.group_size, warm_up)
+
+
+def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, count: int) -> TypicalBatch:
+    """Return the sequences of the first supervised step, which has `count` of them."""
+    starts = range(0, len(prompts), _CHUNK_ROWS)
+    chunks = (np.arange(start, min(start + _CHUNK_ROWS, len(prompts))) for start in starts)
+    lengths = np.concatenate([prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy() for rows in chunks])
+    _, rows = prompt_positions(config.seed, len(prompts), 0, count)
+    longest = int(lengths.max())
+    source = f"prompts and demonstrations of the first batch; the longest of all has {longest:,} tokens"
+    return TypicalBatch(lengths[rows], source, longest)
 
 
 def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None) -> RolePlan:
@@ -102,13 +127,23 @@ def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None)
         cost=cost,
     )
     on_cpu = not gpus_per_rank(config, role)
-    several = max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
+    several = _has_several(plan)
     rows = -(-min(batch.lengths.size, mini_batch_size or batch.lengths.size) // layout.dp_size)
     largest, forward = _largest_microbatch(batch, batching, rows, on_cpu=on_cpu), forward_batching(config, role)
+    if role == "actor" and batch.warm_up is not None:  # the other roles don't run in the warm-up
+        rows = -(-batch.warm_up.lengths.size // layout.dp_size)
+        candidates = largest, _largest_microbatch(batch.warm_up, batching, rows, on_cpu=on_cpu)
+        largest = max(candidates, key=lambda each: (each.slots, each.prompt, each.longest))
+        several |= _has_several(make_plan(batch.warm_up.lengths, batching, dp_size=layout.dp_size, cost=cost))
     if forward is None:
         return RolePlan(plan, largest, several)
     rows = -(-batch.lengths.size // layout.dp_size)
     return RolePlan(plan, largest, several, _largest_microbatch(batch, layout.align(forward), rows, on_cpu=on_cpu))
+
+
+def _has_several(plan: MicrobatchPlan) -> bool:
+    """Return whether an optimizer step has several microbatches."""
+    return max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
 
 
 def _largest_microbatch(batch: TypicalBatch, batching: Batching, rows: int, *, on_cpu: bool) -> SimulatedMicrobatch:
@@ -126,6 +161,11 @@ def _largest_microbatch(batch: TypicalBatch, batching: Batching, rows: int, *, o
     # The keys of a prompt are kept for each of its rows, so the longest prompts take the most memory.
     prompt = batch.longest - int((batch.lengths - batch.prompts).max())
     return SimulatedMicrobatch(slots, min(batch.longest, slots), min(prompt, slots - 1), batch.group)
+
+
+def holds_demonstrations(config: Config, batch: TypicalBatch) -> bool:
+    """Return whether the actor's token budget holds every demonstration that a run trains on, or cuts it."""
+    return holds(role_batching(config, "actor"), batch.longest_demonstration)
 
 
 def plans_of(config: Config, roles: list[str], batch: TypicalBatch, cost: Cost) -> Mapping[str, RolePlan]:

@@ -33,7 +33,13 @@ from rlpack.models.memory_simulation import ModelMemory
 from rlpack.models.router_choice import recorded_bytes, router_shape
 from rlpack.packing import PackingError
 from rlpack.recipes.driver.splits import load_splits
-from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, first_batch, plans_of
+from rlpack.recipes.dry_run.batch_plan import (
+    RolePlan,
+    TypicalBatch,
+    first_batch,
+    holds_demonstrations,
+    plans_of,
+)
 from rlpack.recipes.dry_run.changes import smaller, with_value
 from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
@@ -129,7 +135,7 @@ class Estimator:
         return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
 
     def can_run(self, config: Config) -> bool:
-        """Return whether a run would accept a variant: its keys together, and its layouts with ranks and model."""
+        """Return whether a run would accept a variant: its keys together, its layouts and its token budget."""
         roles = model_roles(config)
         try:
             problems = broken_rules(config)
@@ -138,6 +144,7 @@ class Estimator:
         return (
             self.problems.issuperset(problems)
             and all(layout_fits(config, role) for role in roles)
+            and holds_demonstrations(config, self.batch(config))
             and all(
                 misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
             )
@@ -231,7 +238,8 @@ def run_line(config: Config, num_prompts: int) -> str:
     """
     trainer = with_steps(config, num_prompts).trainer
     passes = trainer.steps * trainer.prompts_per_step / num_prompts
-    least = "" if recipe_of(config).draws_once else "at least "  # prompts that are discarded are replaced
+    recipe = recipe_of(config)
+    least = "at least " if recipe.generates and not recipe.draws_once else ""  # prompts that are discarded are replaced
     return (
         f"run: {counted(trainer.steps, 'step')} of {counted(trainer.prompts_per_step, 'prompt')}, "
         f"{least}{counted(passes, 'pass', 'passes')} over {counted(num_prompts, 'prompt')}"

@@ -6,6 +6,7 @@ from rlpack.cli.tables import table
 from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.roles import WITH_LAYOUTS, pool_of, role_parallel
 from rlpack.config.schema import Config
+from rlpack.counted import counted
 from rlpack.distributed.errors import in_units
 from rlpack.models.live_bytes import Use
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch
@@ -22,11 +23,14 @@ _PARTS: Mapping[Use, str] = {
 
 def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePlan]) -> Iterator[str]:
     """Yield the lines about the batch and the plans of roles."""
-    lengths = batch.lengths
-    yield (
-        f"batch: {lengths.size:,} sequences of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, "
-        f"{int(lengths.sum()):,} in all ({batch.source})"
-    )
+    for name, one in (("batch", batch), ("warm-up", batch.warm_up)):
+        if one is not None:
+            shortest, longest = int(one.lengths.min()), int(one.lengths.max())
+            tokens = int(one.lengths.sum())
+            yield (
+                f"{name}: {counted(one.lengths.size, 'sequence')} of {shortest:,} to {longest:,} tokens, {tokens:,} in "
+                f"all ({one.source})"
+            )
     for role, each in plans.items():
         ranks = config.placement.pools[pool_of(config, role)].ranks
         layout = layout_sizes(config, role, ranks)

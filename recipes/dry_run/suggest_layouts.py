@@ -136,15 +136,19 @@ def main(
 
 
 def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms: float) -> Iterator[Candidate]:
-    """Yield all variants whose layout divides ranks and model, and whose budget holds the longest row."""
+    """Yield all variants whose layout divides ranks and model, and whose budget holds the longest row.
+
+    If longer rows than the configured budget are cut or run alone, the budget isn't lowered, so that no others are.
+    """
     cost, batch = sequence_cost(estimator.model), estimator.batch(config)
-    plans = _Plans(batch, cost)
+    plans, given = _Plans(batch, cost), role_batching(config, "actor")
+    least = batch.longest if given.overlong == "error" else min(batch.longest, given.budget)
     seen = set()
     for layout in _layouts(config, estimator):
         for values in _variants(config, layout, estimator):
             changed = _with_values(config, values)
             plan = plans.of(changed)
-            if plan is None or (role_batching(changed, "actor").max_tokens or batch.longest) < batch.longest:
+            if plan is None or role_batching(changed, "actor").budget < least:
                 continue
             keys = (key for key in values if key != _BUDGET)
             identity = (*(values[key] for key in keys), plan.microbatch.slots)

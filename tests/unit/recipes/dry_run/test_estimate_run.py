@@ -6,13 +6,14 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, SFTWarmup, Trainer
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.role_batching import ForwardBatching
@@ -22,7 +23,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run.changes import smaller, with_value
-from rlpack.recipes.dry_run.estimate_run import MemoryLimits, main, open_estimator
+from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, main, open_estimator, run_line
 from rlpack.recipes.dry_run.memory_report import change_lines, verdict
 from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
 from rlpack.recipes.dry_run.whole_models import bytes_at_start
@@ -53,6 +54,55 @@ def test_the_length_of_a_run_in_passes_is_shown_in_steps(capsys: pytest.CaptureF
     passes = TRAINER.model_copy(update={"data_epochs": 3})  # 32 prompts, 8 in a step
     assert main(config("ppo", critic=Critic(), trainer=passes), None, print)
     assert "run: 12 steps of 8 prompts, 3 passes over 32 prompts\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("recipe", "words"), [("sft", "2 passes over"), ("dapo", "at least 2 passes over")])
+def test_passes_are_a_bound_only_where_prompts_may_be_discarded(recipe: str, words: str):
+    given = tiny_config(recipe, trainer=Trainer(steps=20, prompts_per_step=3))
+    assert run_line(given, 30).removeprefix("run: 20 steps of 3 prompts, ").startswith(words)
+
+
+def test_the_longest_demonstration_of_all_counts_not_that_of_the_first_batch(capsys: pytest.CaptureFixture[str]):
+    given = config(trainer=Trainer(prompts_per_step=1), placement=gpus(1, address="auto"))
+    estimator = open_estimator(given, 80)
+    every = estimator.prompts.demonstrations(np.arange(32), estimator.tokenizer)["input_ids"].lengths
+    batch = estimator.batch(given)
+    assert batch.lengths.max() < batch.longest == every.max()
+    assert estimator.plans(given)["actor"].microbatch.slots == batch.longest
+    # Training refuses a budget under the longest row.
+    assert estimator.can_run(with_value(given, "batching.max_tokens", batch.longest))
+    assert not estimator.can_run(with_value(given, "batching.max_tokens", batch.longest - 1))
+    assert not estimator.can_run(with_value(given, "batching", Batching(max_tokens=batch.longest, pad_to_multiple=64)))
+    assert main(given, 80, print)
+    assert f"the longest of all has {batch.longest} tokens" in capsys.readouterr().out
+
+
+def test_the_actors_microbatch_may_be_that_of_the_supervised_warm_up(capsys: pytest.CaptureFixture[str]):
+    data = DATA.model_copy(update={"max_prompt_tokens": 40})
+    small = {"trainer": Trainer(prompts_per_step=1, group_size=2), "rollout": Rollout(max_new_tokens=1), "data": data}
+    small |= {"placement": gpus(1, address="auto"), "critic": Critic(), "batching": Batching(max_tokens=512)}
+    warm_up = SFTWarmup(steps=2, batch_size=32)
+    plans, several = {}, {}
+    for name, steps in (("without", SFTWarmup()), ("with", warm_up), ("small", SFTWarmup(steps=2, batch_size=1))):
+        given = config("ppo", **small, sft_warmup=steps)
+        estimator = open_estimator(given, 80)
+        plans[name] = {role: plan.microbatch.slots for role, plan in estimator.plans(given).items()}
+        several[name] = {role: plan.several for role, plan in estimator.plans(given).items()}
+        if steps.steps:
+            assert not estimator.can_run(with_value(given, "batching.max_tokens", batch_of(estimator, given) - 1))
+    assert plans["without"]["actor"] < plans["small"]["actor"] < plans["with"]["actor"] == 512
+    assert several["with"]["actor"]
+    assert not several["without"]["actor"]
+    for role in ("critic", "reference"):
+        assert plans["with"][role] == plans["without"][role]
+        assert several["with"][role] == several["without"][role]
+    main(given, 80, print)
+    assert "warm-up: 1 sequence of" in capsys.readouterr().out
+
+
+def batch_of(estimator: Estimator, given: Config) -> int:
+    """Return the tokens of the longest demonstration."""
+    return estimator.batch(given).longest_demonstration
 
 
 def test_virtual_stages_are_shown_with_the_layout(capsys: pytest.CaptureFixture[str]):
