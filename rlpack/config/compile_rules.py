@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 
 from rlpack.config.model_sizes import model_sizes
-from rlpack.config.roles import WITH_LAYOUTS, role_compute, role_parallel, runs_packed, started_roles
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import (
+    WITH_LAYOUTS,
+    batching_key,
+    own_batching,
+    role_compute,
+    role_parallel,
+    runs_packed,
+    started_roles,
+)
 from rlpack.config.schema import Config
 
 
@@ -19,14 +28,17 @@ def compile_problems(config: Config) -> Iterator[str]:
                 f"its layers would be compiled repeatedly; set {key}=false"
             )
         if not runs_packed(config, role):
-            yield f"{key} is set, and compiles layers for packed rows only; set batching.mode=packed or {key}=false"
+            section = "batching" if own_batching(config, role).mode is None else batching_key(role)
+            yield f"{key} is set, and compiles layers for packed rows only; set {section}.mode=packed or {key}=false"
         if settings.gradient_checkpointing == "selective":
             yield (
                 f"{key} hides the operations whose outputs {role}.gradient_checkpointing=selective keeps; set "
                 f"{role}.gradient_checkpointing to full or none, or {key}=false"
             )
         if settings.offload == "parameters":
-            yield f"{key} and {role}.offload=parameters can't be combined; set {role}.offload=optimizer or {key}=false"
+            # Roles that aren't trained have no optimizer to offload.
+            other = "optimizer" if role in recipe_of(config).trains else "none"
+            yield f"{key} and {role}.offload=parameters can't be combined; set {role}.offload={other} or {key}=false"
         sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
         split = ", ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items() if size > 1)
         if split:

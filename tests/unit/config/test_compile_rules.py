@@ -4,7 +4,7 @@ import pytest
 
 from rlpack.config.roles import role_compute
 from rlpack.config.rules import broken_rules
-from rlpack.config.schema import Actor, Config, Reference
+from rlpack.config.schema import Actor, Algorithm, Config, Critic, Recipe, Reference, RoleBatching
 from rlpack.config.sections.optimization import Lora
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.packing.batching import Batching
@@ -33,6 +33,39 @@ def test_each_conflict_is_named_with_a_way_out(settings: dict, expected: str):
 def test_padded_rows_are_refused():
     (problem,) = problems(Actor(compile=True), batching=Batching(mode="dynamic"))
     assert "batching.mode=packed" in problem
+
+
+def test_padded_rows_are_refused_under_the_key_that_pads_them():
+    own = Critic(batching=RoleBatching(mode="dynamic"))
+    (problem,) = problems(Actor(compile=True), recipe=Recipe(target="rlpack.recipes.ppo"), critic=own)
+    assert "critic.compile is set" in problem
+    assert "set critic.batching.mode=packed or critic.compile=false" in problem
+    assert not problems(
+        Actor(compile=True),
+        recipe=Recipe(target="rlpack.recipes.ppo"),
+        critic=Critic(batching=RoleBatching(mode="packed")),
+    )
+    inherited = problems(
+        Actor(compile=True), recipe=Recipe(target="rlpack.recipes.ppo"), batching=Batching(mode="dynamic")
+    )
+    assert [problem.partition(" ")[0] for problem in inherited] == ["actor.compile", "critic.compile"]
+    assert all("set batching.mode=packed or" in problem for problem in inherited)
+
+
+@pytest.mark.parametrize(("recipe", "role", "other"), [("grpo", "reference", "none"), ("ppo", "critic", "optimizer")])
+def test_offloaded_parameters_are_refused_with_a_value_that_the_role_may_have(recipe: str, role: str, other: str):
+    def config(offload: str) -> dict:
+        section = {"reference": Reference, "critic": Critic}[role](offload=offload)
+        return {
+            "recipe": Recipe(target=f"rlpack.recipes.{recipe}"),
+            "algorithm": Algorithm(kl_coef=0.01 * (role == "reference")),
+            role: section,
+        }
+
+    actor = Actor(compile=True)
+    (problem,) = problems(actor, **config("parameters"))
+    assert f"set {role}.offload={other} or {role}.compile=false" in problem
+    assert not any("offload" in found for found in broken_rules(Config(actor=actor, **config(other))))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
