@@ -237,8 +237,9 @@ def _shard_and_check(
     if whole is not None:
         check_split(model, whole, device, vocab_size, role=role, packed=packed)
     if settings.isolation_check:
-        longest = RowLimits.of_role(config, role).longest
-        check_isolation(model, device, vocab_size, role=role, packed=packed, longest=longest)
+        limits = RowLimits.of_role(config, role)
+        longest, padding = limits.longest, limits.padding
+        check_isolation(model, device, vocab_size, role=role, packed=packed, longest=longest, padding=padding)
         reshard(model)
     return model
 
@@ -307,7 +308,8 @@ def _check(
     check_model(model, device, vocab_size, role=role, packed=packed, limits=limits, trained=trained)
     if classifier is not None:
         assert isinstance(model, ScalarHeadModel)
-        check_scores(classifier, model, vocab_size, packed=packed, longest=limits.longest)
+        longest, padding = limits.longest, limits.padding
+        check_scores(classifier, model, vocab_size, packed=packed, longest=longest, padding=padding)
 
 
 def _attention(config: Config, role: str) -> str:

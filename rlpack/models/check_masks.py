@@ -15,7 +15,7 @@ _MAX_WHOLE_LENGTH = 1024
 
 
 def check_masks(
-    model: PackedModel, vocab_size: int, device: torch.device | str, limits: RowLimits, *, batching: str
+    model: PackedModel, vocab_size: int, device: torch.device | str, limits: RowLimits, *, role: str
 ) -> None:
     """Raise if a layer's mask under transformers differs from the one that packed attention applies.
 
@@ -26,7 +26,7 @@ def check_masks(
         vocab_size: tokens are drawn below it.
         device: the model's device.
         limits: limits of the run; a window longer than its longest row has no effect.
-        batching: the configuration key of the role's batching, for the error.
+        role: the model's role, for the error.
 
     Raises:
         ModelError: the masks differ, or can't be compared at the lengths of the run's rows.
@@ -37,7 +37,7 @@ def check_masks(
     longest = min(limits.longest or 3 * max(sizes), position_limit(model.model) or 3 * max(sizes))
     past = min(longest, max(sizes) + 8)
     length = min(past, _MAX_WHOLE_LENGTH)
-    way_out = f"keep rows shorter ({limits.keys}), or set {batching}.mode=dynamic or fixed"
+    way_out = f"keep rows shorter ({limits.keys}), or set {limits.way_to_pad(role)}"
     masks = _masks_of_row(model, length, vocab_size, device)
     _check_whole(masks, length, way_out)
     if past <= length:

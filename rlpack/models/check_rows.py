@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpack.config.roles import forward_batching, longest_known_row, role_batching
+from rlpack.config.layout_remedies import Change, overrides, remedy
+from rlpack.config.roles import batching_key, forward_batching, longest_known_row, role_batching, role_parallel
 from rlpack.config.schema import Config
 from rlpack.models.length_thresholds import MAX_MASK_LENGTH, length_thresholds, longest_row, selections
 from rlpack.models.rope import frequency_limits
@@ -39,12 +40,15 @@ class RowLimits:
         slots: token slots of a microbatch, padding included.
         rows: rows of a microbatch.
         keys: the configuration keys that bound `longest`, for errors.
+        padding: the overrides with which rows are padded instead of packed, for errors; None for the mode of the role's
+            batching alone.
     """
 
     longest: int | None = None
     slots: int | None = None
     rows: int | None = None
     keys: str = "the longest row"
+    padding: str | None = None
 
     @classmethod
     def of_role(cls, config: Config, role: str) -> "RowLimits":
@@ -58,7 +62,29 @@ class RowLimits:
         if forward is not None:
             slots = None if slots is None or forward.budget == UNLIMITED else max(slots, forward.budget)
             rows = None if rows is None else max(rows, forward.micro_batch_size)
-        return cls(longest, slots, rows, keys)
+        return cls(longest, slots, rows, keys, _padding(config, role))
+
+    def way_to_pad(self, role: str) -> str:
+        """Return the overrides with which a role's rows are padded, for errors."""
+        return self.padding or _padded_modes(role)
+
+
+def _padding(config: Config, role: str) -> str | None:
+    """Return the overrides with which a role's rows are padded, if ranks share its tokens: they pack them in any mode.
+
+    None if ranks don't share them.
+    """
+    parallel = role_parallel(config, role)
+    shared: Change = {name: 1 for name, size in (("cp", parallel.cp), ("tp", parallel.tp)) if size > 1}
+    if not shared:
+        return None
+    sizes = remedy(config, role, [shared]) or overrides(role, shared)
+    return f"{sizes} {_padded_modes(role)}" if role_batching(config, role).mode == "packed" else sizes
+
+
+def _padded_modes(role: str) -> str:
+    """Return the modes of batching that pad rows, as an override."""
+    return f"{batching_key(role)}.mode=dynamic or fixed"
 
 
 def draw_rows(model: PreTrainedModel, vocab_size: int, *, seed: int, longest: int | None = None) -> list[Tensor]:

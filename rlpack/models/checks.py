@@ -86,7 +86,7 @@ def check_model(
         ModelError: another property fails, or the model can't be run this way; the message names the property.
     """
     limits = limits or RowLimits()
-    with _evaluating(model), _named(model, role, packed):
+    with _evaluating(model), _named(model, role, packed, limits.way_to_pad(role)):
         routed = has_experts(model.uncut.model)
 
         def check_three(seed: int) -> None:
@@ -95,7 +95,7 @@ def check_model(
 
         _any_draw(check_three, _ROUTED_DRAWS if routed else 1)
         if packed:
-            check_masks(model, vocab_size, device, limits, batching=_batching_key(role))
+            check_masks(model, vocab_size, device, limits, role=role)
         for lengths in full_microbatches(model.uncut.model, limits, packed=packed):
             _check_full(model, lengths, vocab_size, device, packed=packed, routed=routed)
         if trained:
@@ -117,6 +117,7 @@ def check_isolation(
     role: str = "actor",
     packed: bool = True,
     longest: int | None = None,
+    padding: str | None = None,
 ) -> None:
     """Raise unless the model's outputs in its compute dtype are the same in any layout; a collective if sharded.
 
@@ -131,12 +132,13 @@ def check_isolation(
         role: the model's role, for the error.
         packed: whether the role packs rows into one, or pads them.
         longest: tokens of the longest row of the run, None if not known.
+        padding: as for `check_scores`.
 
     Raises:
         IsolationError: packed rows see each other.
         ModelError: outputs depend on the layout in another way, or aren't finite.
     """
-    with _evaluating(model), _named(model, role, packed):
+    with _evaluating(model), _named(model, role, packed, padding):
         routed = has_experts(model.uncut.model)
         # In bf16 single tokens change experts: a leak changes most tokens of a row, and so the median.
         measure = median_difference if routed and model.compute_dtype in _HALF else max_difference
@@ -150,7 +152,13 @@ def check_isolation(
 
 @torch.no_grad()
 def check_scores(
-    classifier: PreTrainedModel, model: ScalarHeadModel, vocab_size: int, *, packed: bool, longest: int | None = None
+    classifier: PreTrainedModel,
+    model: ScalarHeadModel,
+    vocab_size: int,
+    *,
+    packed: bool,
+    longest: int | None = None,
+    padding: str | None = None,
 ) -> None:
     """Raise unless a reward model reproduces the scores of the classifier that it was built from.
 
@@ -160,12 +168,13 @@ def check_scores(
         vocab_size: tokens are drawn below it.
         packed: whether the role packs rows into one, or pads them.
         longest: tokens of the longest row of the run, None if not known.
+        padding: the overrides with which the role's rows are padded, for errors; None for a mode of its batching.
 
     Raises:
         ModelError: the scores differ, for example because the classifier's head has more operations.
     """
     device = forward_device(model)
-    with _evaluating(model), _named(model, "reward_model", packed):
+    with _evaluating(model), _named(model, "reward_model", packed, padding):
         rows = draw_rows(model.model, vocab_size, seed=20240608, longest=longest)
         pad = classifier.config.get_text_config().to_dict().get("pad_token_id")
         for row in rows:
@@ -364,27 +373,21 @@ def _evaluating(model: PackedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _named(model: PackedModel, role: str, packed: bool) -> Iterator[None]:
+def _named(model: PackedModel, role: str, packed: bool, padding: str | None) -> Iterator[None]:
     """Add the model's name and a workaround to errors; turn failures inside the model into a `ModelError`."""
     name = type(model.model).__name__
-    batching = _batching_key(role)
+    pad = f"set {padding or RowLimits().way_to_pad(role)}, or " if packed else ""
     skip = f"{role}.isolation_check=false skips this check"
     try:
         yield
     except IsolationError as error:
-        advice = f"set {batching}.mode=dynamic or fixed, or use another model" if packed else "use another model"
-        raise IsolationError(f"{name}: {error}; {advice} ({skip})") from None
+        raise IsolationError(f"{name}: {error}; {pad}use another model ({skip})") from None
     except ModelError as error:
         raise ModelError(f"{name} can't be run {layout_name(packed)} as the {role}: {error}; {skip}") from error
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # architectures fail in their own ways
         raise ModelError(
-            f"{name} can't be run {layout_name(packed)} as the {role}: {type(error).__name__}: {error}; "
-            + (f"set {batching}.mode=dynamic or fixed, or use another model" if packed else "use another model")
+            f"{name} can't be run {layout_name(packed)} as the {role}: {type(error).__name__}: {error}; {pad}use "
+            "another model"
         ) from error
-
-
-def _batching_key(role: str) -> str:
-    """Return the key of a role's batching."""
-    return "batching" if role == "actor" else f"{role}.batching"

@@ -1,13 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForSequenceClassification
 
+from rlpack.config.schema import Actor, Placement, Pool
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.models import attention as attention_module
+from rlpack.models.check_masks import check_masks
+from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.output_map import OutputMap
 from rlpack.models.policy import Policy
+from rlpack.packing import Batching
+from tests.builders import tiny_config
 from tests.unit.models.tiny import KINDS, VOCABULARY, offload_embedding, tiny_model
 
 
@@ -128,6 +136,39 @@ def test_a_leak_between_rows_of_experts_is_detected():
     policy = Policy(tiny_model("qwen3_moe", implementation="borderless", dtype=torch.float32, **experts))
     with pytest.raises(IsolationError, match=r"see each other; set batching\.mode=dynamic or fixed"):
         check_model(policy, "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "sizes", "advice"),
+    [
+        ("critic", "packed", {}, "critic.batching.mode=dynamic or fixed"),
+        ("critic", "packed", {"tp": 2}, "critic.parallel.tp=1 critic.batching.mode=dynamic or fixed"),
+        ("actor", "packed", {"cp": 2}, "actor.parallel.cp=1 batching.mode=dynamic or fixed"),
+        ("actor", "dynamic", {"cp": 2, "tp": 2}, "actor.parallel.cp=1 actor.parallel.tp=1"),
+    ],
+)
+def test_errors_of_packed_rows_name_what_packs_them(role: str, mode: str, sizes: dict[str, int], advice: str):
+    config = tiny_config(
+        recipe="ppo",
+        batching=Batching(mode=mode),
+        actor=Actor(parallel=Parallel(**sizes)),
+        placement=Placement(pools={"main": Pool(ranks=4)}),
+    )
+    limits = RowLimits.of_role(config, role)
+    AttentionInterface.register("borderless", _borderless)
+    leaking = Policy(tiny_model(implementation="borderless", dtype=torch.float32))
+    with pytest.raises(IsolationError) as error:
+        check_model(leaking, "cpu", VOCABULARY, role=role, limits=limits)
+    assert f"see each other; set {advice}, or use another model" in str(error.value)
+    with pytest.raises(IsolationError) as error:
+        check_isolation(leaking, "cpu", VOCABULARY, role=role, padding=limits.padding)
+    assert f"see each other; set {advice}, or use another model" in str(error.value)
+    changes = {"sliding_window": 600, "max_position_embeddings": 1024, "initializer_range": 0.02}
+    windowed = tiny_model("phimoe", dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2, **changes)
+    with pytest.raises(ModelError) as error:
+        check_masks(Policy(windowed), VOCABULARY, "cpu", replace(limits, longest=700), role=role)
+    assert f", or set {advice}" in str(error.value)
+    assert ("mode=" in str(error.value)) == (mode == "packed")
 
 
 def test_a_model_that_sees_later_tokens_is_refused_padded():
