@@ -1,6 +1,7 @@
 """`rlpack plan` and `rlpack simulate`: plans for a trace of lengths, without a model or a device."""
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,7 +81,7 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
 def _apply_run(arguments: argparse.Namespace) -> str:
     """Set options from the named run, if `lengths` is one, and return a line that lists them."""
     arguments.record = arguments.base = arguments.cost = None
-    if arguments.lengths in TRACES or not Path(arguments.lengths).is_dir():
+    if arguments.lengths in TRACES or not os.path.isdir(arguments.lengths):  # false for too long a name
         return ""
     from rlpack.cli.plan_from_run import apply_record, read_record
 
@@ -349,7 +350,7 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
     path = Path(arguments.lengths)
     if arguments.record is not None:
         return np.asarray(arguments.record.lengths, dtype=np.int64)
-    if not path.exists() and not path.suffix:
+    if not os.path.exists(path) and not path.suffix:
         raise DataError(
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, "
             f"or one of {', '.join(TRACES)}"

@@ -1,6 +1,7 @@
 """Read from a run what `rlpack plan` and `rlpack simulate` need: its lengths, and defaults for options."""
 
 import argparse
+import os
 from pathlib import Path
 
 from rlpack.batch.errors import DataError
@@ -22,7 +23,7 @@ def read_record(run_dir: Path) -> PlanRecord:
     Raises:
         DataError: the directory has no such record, or it has no lengths.
     """
-    if not (run_dir / LENGTHS).exists():
+    if not os.path.exists(run_dir / LENGTHS):  # false in a directory that may not be read
         raise DataError(f"{run_dir} has no {LENGTHS}{_why_no_lengths(run_dir)}")
     record = PlanRecord.read(run_dir / LENGTHS)
     if not record.lengths:
@@ -32,7 +33,7 @@ def read_record(run_dir: Path) -> PlanRecord:
 
 def _why_no_lengths(run_dir: Path) -> str:
     """Return why a directory has no lengths, and what to do."""
-    if not (run_dir / METRICS).is_file():
+    if not os.path.isfile(run_dir / METRICS):
         return "; give a run's directory, or a file of lengths"
     if any(record["phase"] == "train" for record in read_records(run_dir / METRICS)):
         return ", in which a recipe stores the lengths of its training steps; give a file of lengths"

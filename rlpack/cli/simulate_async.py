@@ -1,6 +1,7 @@
 """`rlpack simulate LENGTHS --async`: leads, and the ranks for training and for engines, from measured rates."""
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,9 +189,9 @@ def _lengths_and_rates(given: argparse.Namespace) -> RunRates:
             raise PackingError(f"--{name} has no effect on {given.lengths}; remove it")
     if given.lengths in TRACES:
         return RunRates(trace(given.lengths, _TRACE_ROWS, given.longest), Rates())
-    if path.is_dir():
+    if os.path.isdir(path):  # false for a name that no directory can have
         return measured(path, None if given.token_ms is None else given.token_ms / 1e3)
-    if not path.exists() and not path.suffix:
+    if not os.path.exists(path) and not path.suffix:
         raise DataError(
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, or one of "
             f"{', '.join(TRACES)}"

@@ -97,7 +97,9 @@ def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
     """Run an attempt; return its exit code, minus a signal's number, and whether it was ended on purpose."""
     environment = os.environ | {_ATTEMPT: f"{os.getpid()}:{number + 1}:{restarts + 1}"}
     # In a separate process group, so that Ctrl-C in a terminal reaches it once, through this process.
-    attempt = subprocess.Popen([sys.executable, "-m", "rlpack", "train", *words], env=environment, process_group=0)
+    # Without the working directory (-P), whose files would replace standard modules; the run appends it to the path.
+    command = [sys.executable, "-P", "-m", "rlpack", "train", *words]
+    attempt = subprocess.Popen(command, env=environment, process_group=0)
     is_interrupted = False
     while True:
         try:

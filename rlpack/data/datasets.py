@@ -128,7 +128,11 @@ def local_path(source: str, key: str = "data.source") -> Path | None:
         path = Path(source).expanduser()
     except RuntimeError as error:  # ~name of an unknown user
         raise DataError(f"there is no file {source}: {error}; set {key}") from error
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a folder that may not be read
+        raise DataError(f"{source} can't be read: {error.strerror or error}; set {key}") from error
+    if exists:
         return path
     if not source.startswith(("/", "./", "../", "~")) and path.suffix.lower() not in _FILE_SUFFIXES:
         return None
@@ -150,25 +154,33 @@ def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any])
 
 def _jsonl(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSONL file; a byte-order mark, CRLF and blank lines are accepted."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place} is not UTF-8: {error}; save the file as UTF-8") from error
-            if not text:
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # ValueError: a number with more digits than Python parses
-                where: Any = error
-                if isinstance(error, json.JSONDecodeError):  # leave out its line number, which is always 1
-                    where = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-                raise DataError(f"{place} is not JSON: {where}; it begins {text[:60]!r}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{place} is a {type(row).__name__}; every line must be one JSON object")
-            yield place, row
+    for number, line in enumerate(_lines(path), start=1):
+        place = f"{path}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} is not UTF-8: {error}; save the file as UTF-8") from error
+        if not text:
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:  # ValueError: a number with more digits than Python parses
+            where: Any = error
+            if isinstance(error, json.JSONDecodeError):  # leave out its line number, which is always 1
+                where = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+            raise DataError(f"{place} is not JSON: {where}; it begins {text[:60]!r}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{place} is a {type(row).__name__}; every line must be one JSON object")
+        yield place, row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file."""
+    try:
+        with path.open("rb") as lines:
+            yield from lines
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}; make it readable") from error
 
 
 def _parquet(path: Path) -> Iterator[Row]:

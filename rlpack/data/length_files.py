@@ -1,6 +1,7 @@
 """Read sequence lengths from a file, to make plans without the sequences themselves."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
         DataError: the file is missing, empty or of another kind, a value is not a length, or `column` is set for plain
             numbers; the message names line and value.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # false for a name that no file can have
         raise DataError(f"there is no file {path}; pass lengths as {', '.join(SUFFIXES)}, or a run directory")
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path} has the unsupported suffix {path.suffix!r}; pass lengths as {', '.join(SUFFIXES)}")
@@ -67,16 +68,21 @@ def _jsonl(path: Path, requested: str | None) -> np.ndarray:
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each line."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path}:{number} is not JSON: {line.strip()[:60]!r}; write one length per line"
-                ) from error
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _value(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}; make it readable") from error
+
+
+def _value(line: str, place: str) -> Any:
+    """Return the value of a line."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {line.strip()[:60]!r}; write one length per line") from error
 
 
 def _checked(path: Path, values: Any, line: int) -> np.ndarray:

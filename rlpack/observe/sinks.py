@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
+from rlpack.batch.errors import DataError
 from rlpack.config.schema import Logger
 from rlpack.installation import how_to_install
 from rlpack.observe.errors import SinkError
@@ -80,28 +81,39 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     NaN and infinities become floats again.
 
     Lines that can't be read, such as one cut by a crash, are skipped; one warning counts them.
+
+    Raises:
+        DataError: the file exists, but can't be read.
     """
     return (record for _, record in _read_lines(path))
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line that is a record, and the record."""
-    if not path.exists():
-        return
     broken: list[int] = []
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                record = parse_json(line)
-                position = {"step": int(record["step"]), "phase": str(record["phase"])}
-                figures = {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
-                yield line, position | {"time_s": float(record["time_s"])} | figures
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-                broken.append(number)
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            record = parse_json(line)
+            position = {"step": int(record["step"]), "phase": str(record["phase"])}
+            figures = {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
+            yield line, position | {"time_s": float(record["time_s"])} | figures
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            broken.append(number)
     if broken:
         logger.warning(
             "%s: %d lines are not records and are skipped; the first is line %d", path, len(broken), broken[0]
         )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, none if there is no file."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            yield from stream
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}; make it readable") from error
 
 
 class JsonlSink:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -136,7 +137,9 @@ def read_spans(run_dir: Path, *, last_bytes: int | None = None) -> list[ProcessS
         ReportError: there are none, or a file can't be read.
     """
     processes: dict[Path, ProcessSpans] = {}
-    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+    folder = run_dir / FOLDER
+    # A name that no directory can have would raise.
+    for path in sorted(folder.glob("*.jsonl")) if os.path.isdir(folder) else ():
         try:
             found = _read_file(path, last_bytes)
         except OSError as error:

@@ -4,6 +4,7 @@ All text is escaped, model output included; a content security policy in the pag
 """
 
 import base64
+import os
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from rlpack.batch.errors import DataError
 from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
@@ -72,12 +74,25 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` and `packing.png`, and return the report's path.
 
     Raises:
-        ReportError: the directory contains no run.
+        ReportError: the directory contains no run, or a file can't be read or written.
     """
-    if not run_dir.is_dir():
+    if not os.path.isdir(run_dir):  # false for a name that no directory can have
         raise ReportError(f"{run_dir} is not a directory{suggest_path(run_dir, folders_only=True)}; give that of a run")
-    if not (run_dir / METRICS).is_file():
+    if not os.path.isfile(run_dir / METRICS):
         raise ReportError(f"{run_dir} contains no run, since it has no {METRICS}; give the directory of a run")
+    try:
+        return _write_report(run_dir)
+    except DataError as error:
+        raise ReportError(str(error)) from error
+    except OSError as error:
+        raise ReportError(
+            f"the report of {run_dir} can't be written: {error.filename or run_dir}: {error.strerror or error}; change "
+            "its permissions, or copy the run's directory"
+        ) from error
+
+
+def _write_report(run_dir: Path) -> Path:
+    """Read the files of a run, and write its report."""
     records = list(read_records(run_dir / METRICS))
     config = without_secrets(read_config(run_dir))
     plans = read_plan(run_dir / LENGTHS)
