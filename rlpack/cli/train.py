@@ -34,6 +34,7 @@ from rlpack.cli.supervise import begin_attempt, supervise
 from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
+from rlpack.config.given_keys import given_key_problems, given_keys
 from rlpack.config.keys import find, unknown_key_problem
 from rlpack.config.preset_defaults import Presets
 from rlpack.config.preset_files import preset_problems
@@ -247,9 +248,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
             problems.extend(label + problem for problem in error.problems)
             return
         sweep_dir = HydraConfig.get().runtime.output_dir
-        given = frozenset(override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
-        if config.trainer.data_epochs is not None and given >= {"trainer.steps", "trainer.data_epochs"}:
-            problems.append(f"{label}trainer.steps and trainer.data_epochs both say how long to train; set one of them")
+        given = given_keys(HydraConfig.get().overrides.task)
+        problems.extend(label + problem for problem in given_key_problems(config, given))
         if in_sweep and config.supervise:
             problems.append(f"{label}supervise={config.supervise} is for one run; leave it out of a sweep (--multirun)")
         if in_sweep:  # else Hydra has no number

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.given_keys import given_key_problems, given_keys
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, walk
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import EVALUATE_TARGET, config_class, sweep_class
@@ -61,7 +62,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         hydra.initialize_config_dir(config_dir=str(PRESETS), job_name=CONFIG_NAME, version_base=VERSION_BASE),
     ):
         composed = plain(hydra.compose(CONFIG_NAME, overrides=list(overrides)), root)
-    return validate(composed)
+    return _validated(composed, overrides)
 
 
 def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -91,7 +92,19 @@ def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[st
         if given != "":  # which the rules refuse
             held_out = data["source"] if given is None else given
             composed["data"] = {**data, "source": held_out, "validation_source": held_out, "completion_column": None}
-    return validate(composed)
+    return _validated(composed, overrides)
+
+
+def _validated(composed: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Return the config of a composed mapping.
+
+    Raises:
+        ConfigError: it is invalid, or an override sets a key that another key rules out.
+    """
+    config = validate(composed)
+    if problems := list(given_key_problems(config, given_keys(overrides))):
+        raise ConfigError(problems)
+    return config
 
 
 def register_base(targets: Sequence[str]) -> Key:
