@@ -56,8 +56,9 @@ def build_model(
     *,
     seed: int,
     attention_name: str = attention.NAME,
+    key: str = "model.path",
 ) -> PreTrainedModel:
-    """Return the causal language model for the tokenizer, on the rank's device."""
+    """Return the causal language model for the tokenizer, on the rank's device; errors name the path's key."""
     return build_causal_lm(
         model,
         vocab_size=len(tokenizer),
@@ -66,6 +67,7 @@ def build_model(
         seed=seed,
         device=context.torch_device,
         attention_name=attention_name,
+        key=key,
     )
 
 
@@ -100,7 +102,8 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: Ra
     """
     path = config.critic.path
     model = config.model if path is None else Model(path=path, revision=config.critic.revision)
-    lm, stored = open_model(model, tokenizer, context, config.seed, "critic", _attention(config, "critic"))
+    key, name = "model.path" if path is None else "critic.path", _attention(config, "critic")
+    lm, stored = open_model(model, tokenizer, context, config.seed, "critic", name, key=key)
     critic = ScalarHeadModel(language_model(lm))
     freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
     return _shard_and_check(critic, config, "critic", tokenizer, context, stored)
@@ -138,28 +141,45 @@ def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> N
 
 
 def open_model(
-    model: Model, tokenizer: PreTrainedTokenizerBase, context: RankContext, seed: int, role: str, attention_name: str
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    context: RankContext,
+    seed: int,
+    role: str,
+    attention_name: str,
+    *,
+    key: str = "model.path",
 ) -> tuple[PreTrainedModel, StoredModel | NewModel | None]:
-    """Return a causal language model on the meta device and the source of its weights, or the whole model and None."""
+    """Return a causal language model on the meta device and the source of its weights, or the whole model and None.
+
+    Errors name the path's key.
+    """
     try:
-        opened = open_in_parts(model, tokenizer, seed, attention_name)
+        opened = open_in_parts(model, tokenizer, seed, attention_name, key=key)
         if opened is not None:
             return opened.model, opened
     except NotInPartsError as reason:
         _note_whole(context, role, model.path or "model.config", reason)
-    return build_model(model, tokenizer, context, seed=seed, attention_name=attention_name), None
+    return build_model(model, tokenizer, context, seed=seed, attention_name=attention_name, key=key), None
 
 
 def open_in_parts(
-    model: Model, tokenizer: PreTrainedTokenizerBase, seed: int = 0, attention_name: str = attention.NAME
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int = 0,
+    attention_name: str = attention.NAME,
+    *,
+    key: str = "model.path",
 ) -> StoredModel | NewModel | None:
     """Return a causal language model on the meta device with the source of its weights; None if it is new and small.
+
+    Errors name the path's key.
 
     Raises:
         NotInPartsError: every rank loads or builds it whole; the message says why.
     """
     if model.path is not None:
-        return open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
+        return open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name, key=key)
     opened = open_new_causal_lm(
         model,
         vocab_size=len(tokenizer),

@@ -58,6 +58,7 @@ def build_causal_lm(
     seed: int = 0,
     device: torch.device | str = "cpu",
     attention_name: str = attention.NAME,
+    key: str = "model.path",
 ) -> PreTrainedModel:
     """Load a causal language model, or build a new one; weights are fp32.
 
@@ -70,6 +71,7 @@ def build_causal_lm(
         device: device of the model.
         attention_name: `rlpack` for a model that runs packed rows; `sdpa`, which falls back to `eager`, for one that
             runs padded rows or generates with a cache.
+        key: configuration key of the path, for errors.
 
     Raises:
         ModelError: the path or hub name gives no model, the config has an unknown key or model type, the tokenizer has
@@ -88,8 +90,8 @@ def build_causal_lm(
                 f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
                 "has its own config, so set only one of them"
             )
-        arguments = _without_adapter_lookup(hub_arguments(model.path, model))
-        built = _load_weights(AutoModelForCausalLM, model.path, "model.path", arguments, attention_name)
+        arguments = _without_adapter_lookup(hub_arguments(model.path, model, key))
+        built = _load_weights(AutoModelForCausalLM, model.path, key, arguments, attention_name)
     check_vocabulary(built, vocab_size)
     return cast(PreTrainedModel, nn.Module.to(built, device))
 

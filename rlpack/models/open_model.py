@@ -25,19 +25,22 @@ from rlpack.models.vocabulary import check_vocabulary
 _OWN_CODE = "model.trust_remote_code=true: custom code may load weights in its own way"
 
 
-def open_causal_lm(model: Model, *, vocab_size: int | None = None, attention_name: str = attention.NAME) -> StoredModel:
+def open_causal_lm(
+    model: Model, *, vocab_size: int | None = None, attention_name: str = attention.NAME, key: str = "model.path"
+) -> StoredModel:
     """Open a causal language model; `build_causal_lm` loads the same model whole.
 
     Args:
         model: the `model` section, with a path.
         vocab_size: the tokenizer's; the model must have at least as many tokens.
         attention_name: as for `build_causal_lm`.
+        key: configuration key of the path, for errors.
 
     Raises:
         ModelError: as `build_causal_lm`.
         NotInPartsError: it can only be loaded whole; the message says why.
     """
-    opened = _open(MODEL_FOR_CAUSAL_LM_MAPPING, model, "model.path", attention_name)
+    opened = _open(MODEL_FOR_CAUSAL_LM_MAPPING, model, key, attention_name)
     check_vocabulary(opened.model, vocab_size)
     return opened
 

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlpack.config.schema import Config, Model
-from rlpack.config.sections.value_models import RewardModel
+from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer
 from rlpack.startup.model_settings import check_model_settings
+from rlpack.worker import RankContext
+from rlpack.workers.build import build_critic
+from tests.builders import MODEL, tiny_config, tiny_tokenizer
 from tests.unit.models.tiny import tiny_model
 
 TINY = {
@@ -232,3 +235,23 @@ def test_a_damaged_file_of_weights_is_refused_by_its_key(tmp_path: Path):
         file.truncate(3000)
     with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded"):
         build_causal_lm(Model(path=str(tmp_path)), vocab_size=11)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("no folder", "which is not a folder"), ("lacks a weight", "lack 1 weights"), ("damaged", "can't be loaded")],
+)
+def test_errors_of_the_critics_own_model_name_its_key(fault: str, message: str, tmp_path: Path):
+    folder = tmp_path / "critic"
+    if fault != "no folder":
+        build_causal_lm(Model(config=MODEL), vocab_size=len(tiny_tokenizer())).save_pretrained(folder)
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        del weights["model.norm.weight"]
+        save_file(weights, file, metadata={"format": "pt"})
+        if fault == "damaged":
+            file.write_bytes(file.read_bytes()[:3000])
+    config = tiny_config(recipe="ppo", critic=Critic(path=str(folder)))
+    with pytest.raises(ModelError, match=message) as error:
+        build_critic(config, tiny_tokenizer(), RankContext())
+    assert str(error.value).startswith(f"critic.path is {str(folder)!r}")
