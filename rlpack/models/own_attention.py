@@ -104,8 +104,13 @@ def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[Layer
 
     AttentionInterface.register(_RECORDING, record)
     AttentionMaskInterface.register(_RECORDING, make_mask)
-    with attention_implementation(model, _RECORDING):
-        run()
+    try:
+        with attention_implementation(model, _RECORDING):
+            run()
+    finally:
+        # Registered functions live as long as the process, and these hold all masks; there is no way to unregister.
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_RECORDING, None)
     return masks
 
 
