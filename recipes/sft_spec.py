@@ -25,12 +25,20 @@ def no_warmup(config: Config) -> Iterator[str]:
         )
 
 
+_OF_ADVANTAGES = ("advantage", "advantage_arguments", "baseline", "scale")
+_OF_POLICY_LOSSES = (
+    *("loss", "loss_arguments", "clip_low", "clip_high", "dual_clip", "entropy_coef"),
+    *("kl_coef", "kl_estimator", "k3_bound", "kl_straight_through", "kl_placement", "kl_target", "kl_horizon"),
+)
 SPEC = RecipeSpec(
     roles=("actor",),
     rules=(one_step_per_batch, no_warmup),
     ignores={
-        **dict.fromkeys(("algorithm.advantage", "algorithm.baseline", "algorithm.scale"), "there are no advantages"),
-        "algorithm.loss": "the loss is the cross-entropy of demonstrations",
+        **dict.fromkeys((f"algorithm.{name}" for name in _OF_ADVANTAGES), "there are no advantages"),
+        **dict.fromkeys(
+            (f"algorithm.{name}" for name in _OF_POLICY_LOSSES), "the loss is the cross-entropy of demonstrations"
+        ),
+        "trainer.group_size": "each demonstration is one sequence",
     },
     needs_demonstrations=True,
 )

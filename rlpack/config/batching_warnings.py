@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import batching_key, own_batching, own_forward_batching, role_batching, started_roles
-from rlpack.config.schema import Config, RoleBatching
+from rlpack.config.schema import Config, RoleBatching, Trainer
 from rlpack.config.sections.role_batching import ForwardBatching
 from rlpack.config.token_budgets import with_microbatches
 from rlpack.packing.batching import Batching, Mode
@@ -20,15 +20,52 @@ _MODES_OF: dict[str, tuple[Mode, ...]] = {
 
 def batching_warnings(config: Config) -> Iterator[str]:
     """Yield batching keys that are set but that the mode of their role, or the recipe, doesn't read."""
-    leaves_out = config.algorithm.correction.skips_old_logprobs and recipe_of(config).generates
-    if leaves_out and "actor" in started_roles(config):
+    why = _why_no_old_logprobs(config)
+    if why is not None and "actor" in started_roles(config):
         for name in own_forward_batching(config, "actor").model_dump(exclude_none=True):
-            yield (
-                f"actor.forward_batching.{name} is set but unused: algorithm.correction.bypass=true leaves out the "
-                "pass for old log-probs"
-            )
-    without_pass = {"actor"} if leaves_out else set[str]()
+            yield f"actor.forward_batching.{name} is set but unused: {why}"
+    without_pass = set[str]() if why is None else {"actor"}
     yield from _of_other_modes(config, without_pass)
+
+
+def _why_no_old_logprobs(config: Config) -> str | None:
+    """Return why a run has no pass for old log-probs; None if it may have one.
+
+    `rlpack.recipes.driver.policy_stages.needs_old_logprobs` decides in a run, and has the reasons.
+    """
+    trainer, algorithm = config.trainer, config.algorithm
+    if not recipe_of(config).generates:
+        return None
+    if algorithm.correction.skips_old_logprobs:
+        return "algorithm.correction.bypass=true leaves out the pass for old log-probs"
+    if not config.recipe.target.startswith("rlpack."):  # others may have passes of their own
+        return None
+    if _has_several_steps(trainer) or algorithm.correction.measures or config.actor.lora.dropout > 0:
+        return None
+    if _reads_kl_early(config):
+        return None
+    return (
+        "a batch is one optimizer step, which needs no pass for old log-probs; it is used with a trainer."
+        "mini_batch_size below the batch, or trainer.updates_per_batch above 1"
+    )
+
+
+def _has_several_steps(trainer: Trainer) -> bool:
+    """Return whether a batch may be several optimizer steps."""
+    if trainer.updates_per_batch > 1 or trainer.mini_batch_size is None:
+        return trainer.updates_per_batch > 1
+    has_more_rows = trainer.late_groups.window > 1  # of earlier steps
+    return has_more_rows or trainer.mini_batch_size < trainer.prompts_per_step * trainer.group_size
+
+
+def _reads_kl_early(config: Config) -> bool:
+    """Return whether the KL divergence from the reference may have to be known before the update."""
+    algorithm = config.algorithm
+    return algorithm.kl_coef > 0 and (
+        algorithm.kl_placement == "reward"
+        or ":" in algorithm.advantage  # a user's function may read it
+        or config.recipe.name == "dapo"  # some of its rows aren't trained on, but are measured
+    )
 
 
 def _of_other_modes(config: Config, without_pass: Collection[str]) -> Iterator[str]:

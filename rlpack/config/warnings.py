@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from rlpack.config.ahead_rules import ahead_warnings
 from rlpack.config.batching_warnings import batching_warnings
@@ -11,6 +12,11 @@ from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compu
 from rlpack.config.schema import Algorithm, Config, Judge
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
+
+# Losses that don't read `clip_low` and `clip_high`.
+_WITHOUT_CLIPPING = ("reinforce", "sapo", "kl_cov")
+# Keys of `algorithm` that built-in presets set for their own loss and KL term, which a command may replace.
+_IN_PRESETS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.kl_estimator")
 
 
 def config_warnings(config: Config, given: Collection[str] | None = None) -> list[str]:
@@ -32,7 +38,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_mini_batches(config, given),
         *_untaught_model(config),
         *_unread_sections(config),
-        *_unread_keys(config),
+        *_unread_keys(config, given),
         *_unread_correction(config),
         *_unmeasured_lag(config),
         *_unread_layout(config),
@@ -90,23 +96,46 @@ def _unread_sections(config: Config) -> Iterator[str]:
                 yield f"judge.{name} is set but unused: a reward model reads tokens, and its scores have no maximum"
 
 
-def _unread_keys(config: Config) -> Iterator[str]:
-    """Yield keys of `algorithm` that differ from their defaults without effect."""
-    recipe, algorithm, default = config.recipe.name, config.algorithm, Algorithm()
-    reasons = {key: f"with recipe={recipe} {why}" for key, why in recipe_of(config).ignores.items()}
-    if algorithm.advantage != "group_relative" and ":" not in algorithm.advantage:  # a user's function may take them
+def _unread_keys(config: Config, given: Collection[str] | None) -> Iterator[str]:
+    """Yield keys of `algorithm` that differ from their defaults without effect, and others that the recipe ignores."""
+    of_recipe = {key: f"with recipe={config.recipe.name} {why}" for key, why in recipe_of(config).ignores.items()}
+    reasons, default = _unread_in(config.algorithm) | of_recipe, dict(Algorithm())
+    for name, value in config.algorithm:
+        key = f"algorithm.{name}"
+        is_of_preset = key in _IN_PRESETS and given is not None and key not in given
+        if value != default[name] and key in reasons and not is_of_preset:
+            text = f"{value:g}" if isinstance(value, float) else value
+            yield f"{key} is {text} but unused: {reasons[key]}"
+    for key in sorted(of_recipe.keys() & set(given or ())):  # presets set keys of the other sections for any recipe
+        if not key.startswith("algorithm."):
+            yield f"{key} is {_value_of(config, key)} but unused: {of_recipe[key]}"
+
+
+def _value_of(config: Config, key: str) -> Any:
+    value: Any = config.model_dump(mode="json")
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _unread_in(algorithm: Algorithm) -> dict[str, str]:
+    """Return the keys of `algorithm` that its other keys leave without effect, and why."""
+    reasons = {}
+    # A user's own functions may take them.
+    if algorithm.advantage != "group_relative" and ":" not in algorithm.advantage:
         why = f"algorithm.advantage={algorithm.advantage} doesn't use it"
-        reasons = {"algorithm.baseline": why, "algorithm.scale": why} | reasons
+        reasons |= dict.fromkeys(("algorithm.baseline", "algorithm.scale"), why)
     if algorithm.loss != "ppo_clip" and ":" not in algorithm.loss:
-        reasons["algorithm.dual_clip"] = f"algorithm.loss={algorithm.loss} doesn't use it"
+        bounds = ("dual_clip", "clip_low", "clip_high") if algorithm.loss in _WITHOUT_CLIPPING else ("dual_clip",)
+        reasons |= {f"algorithm.{name}": f"algorithm.loss={algorithm.loss} doesn't use it" for name in bounds}
     if algorithm.kl_estimator != "k3":
         reasons["algorithm.k3_bound"] = f"algorithm.kl_estimator is {algorithm.kl_estimator}"
     if algorithm.kl_target is None:
         reasons["algorithm.kl_horizon"] = "it needs algorithm.kl_target"
-    for name, value in algorithm:
-        if value != dict(default)[name] and (why := reasons.get(f"algorithm.{name}")):
-            text = f"{value:g}" if isinstance(value, float) else value
-            yield f"algorithm.{name} is {text} but unused: {why}"
+    if algorithm.kl_coef == 0:
+        names = ("kl_estimator", "kl_straight_through", "k3_bound")
+        reasons |= {f"algorithm.{name}": "algorithm.kl_coef is 0, so there is no KL term" for name in names}
+    return reasons
 
 
 def _unread_correction(config: Config) -> Iterator[str]:

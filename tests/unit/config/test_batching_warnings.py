@@ -8,6 +8,8 @@ from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
 from rlpack.packing.batching import Mode
 
+# Of the 256 rows of a batch.
+STEPS = {"mini_batch_size": 64}
 VALID = {"model": {"config": {"model_type": "qwen2"}}}
 READERS = {
     "algorithm": {"packed"},
@@ -31,6 +33,7 @@ def test_a_key_of_another_mode_is_named_once_where_it_is_set(mode: str, name: st
         f"actor.forward_batching.{name}": {
             "batching": {"mode": mode},
             "actor": {"forward_batching": {name: VALUES[name]}},
+            "trainer": STEPS,
         },
         f"critic.batching.{name}": {
             "recipe": {"target": "rlpack.recipes.ppo"},
@@ -50,9 +53,33 @@ def test_a_key_that_another_role_reads_is_used():
 
 def test_without_a_pass_for_old_log_probs_its_budget_is_unused():
     actor = {"forward_batching": {"max_tokens": 16384}}
-    assert warnings(actor=actor) == []
-    (found,) = warnings(actor=actor, algorithm={"correction": {"bypass": True}})
+    assert warnings(actor=actor, trainer=STEPS) == []
+    (found,) = warnings(actor=actor, trainer=STEPS, algorithm={"correction": {"bypass": True}})
     assert found.startswith("actor.forward_batching.max_tokens is set but unused: algorithm.correction.bypass=true")
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_used"),
+    [
+        ({}, False),
+        ({"trainer": {"mini_batch_size": 256}}, False),
+        ({"trainer": STEPS}, True),
+        ({"trainer": {"updates_per_batch": 2}}, True),
+        ({"algorithm": {"kl_coef": 0.1}}, False),
+        ({"algorithm": {"kl_coef": 0.1, "kl_placement": "reward"}}, True),
+        ({"algorithm": {"kl_coef": 0.1, "advantage": "mine:advantage"}}, True),
+        ({"algorithm": {"kl_coef": 0.1}, "recipe": {"target": "rlpack.recipes.dapo"}}, True),
+        ({"algorithm": {"correction": {"reject": {"token_k3": 1.0}}}}, True),
+        ({"actor": {"lora": {"rank": 2, "dropout": 0.1}}}, True),
+    ],
+)
+def test_a_single_optimizer_step_has_no_pass_for_old_log_probs_unless_something_reads_them(
+    sections: dict[str, Any], is_used: bool
+):
+    actor = sections.get("actor", {}) | {"forward_batching": {"max_tokens": 16384}}
+    found = [text for text in warnings(**sections | {"actor": actor}) if "forward_batching" in text]
+    assert len(found) == (not is_used)
+    assert all("max_tokens is set but unused: a batch is one optimizer step" in text for text in found)
 
 
 def test_a_key_that_is_unused_for_two_reasons_is_named_once():

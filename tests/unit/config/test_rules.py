@@ -1,10 +1,7 @@
-from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlpack.algorithms.registry import LOSSES
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.rules import broken_rules
@@ -338,37 +335,6 @@ def test_a_group_of_one_can_run_but_is_spoken_of():
     assert (
         "a group of one"
         in config_warnings(compose(["recipe=reinforce_plus_plus_baseline", "trainer.group_size=1"]), set())[0]
-    )
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "recipe", "text"),
-    [
-        (
-            {"scale": "none"},
-            "ppo",
-            "algorithm.scale is none but unused: with recipe=ppo advantages come from the critic",
-        ),
-        (
-            {"advantage": "opo", "baseline": "leave_one_out"},
-            "grpo",
-            "baseline is leave_one_out but unused",
-        ),
-        ({"kl_coef": 0.1, "kl_horizon": 5.0}, "grpo", "unused: it needs algorithm.kl_target"),
-    ],
-)
-def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str, text: str):
-    (found,) = config_warnings(
-        validate(VALID | {"recipe": {"target": f"rlpack.recipes.{recipe}"}, "algorithm": algorithm})
-    )
-    assert text in found
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_bound_that_the_loss_does_not_take_is_odd(loss: str):
-    found = config_warnings(validate(VALID | {"algorithm": {"loss": loss, "dual_clip": 3.0}}))
-    assert any("dual_clip is 3 but unused" in text for text in found) is (
-        "dual_clip" not in signature(LOSSES[loss]).parameters
     )
 
 
