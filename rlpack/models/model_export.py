@@ -197,7 +197,8 @@ def export_model(
     """
     stream = WeightStream(policy, bucket_bytes=0)  # one weight in each bucket
     specs = [bucket[0] for bucket in stream.layout.buckets]
-    plan = plan_export(policy.model, specs, published_names=published_names, file_bytes=file_bytes)
+    # The model of all stages: `specs` are of all of them, and buffers are told from weights by name.
+    plan = plan_export(policy.uncut.model, specs, published_names=published_names, file_bytes=file_bytes)
     places = {spec.name: place for place, spec in enumerate(specs)}
     files = _OwnFiles(plan, folder, {name for number, name in enumerate(plan.files) if number % num_ranks == rank})
     if plan.not_alone is not None and rank == 0 and num_ranks > 1:
@@ -235,7 +236,8 @@ def plan_export(
     """Return the contents of an export of a model.
 
     Args:
-        model: only its config and recorded conversions are read.
+        model: with the modules of all pipeline stages; only its config, recorded conversions and the names of its
+            buffers are read.
         specs: its weights, without adapters; of tied ones only the first.
         published_names: as for `export_model`.
         file_bytes: as for `export_model`.

@@ -1,5 +1,6 @@
 """Stages of a pipeline train, move and export the same weights as one rank."""
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from rlpack.models import gather_weights as gathering
 from rlpack.models.errors import ModelError
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import pack_rows
+from rlpack.models.model_export import INDEX, export_model
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.packed import PackedModel
 from rlpack.models.pipeline_parallel import add_tied_gradients, cut_model, meta_copy
@@ -31,7 +33,7 @@ from rlpack.workers.loss import ValueLoss
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.layouts import ranks
-from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import FAMILIES, LAYOUTS, RUNS_ALL, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import batch_with_values
 from tests.distributed.models.test_weight_stream import large_policy
 from tests.distributed.processes import on_ranks
@@ -171,6 +173,24 @@ def test_weights_move_between_pipelines_and_folders(tmp_path: Path, layout: str)
 
 def pipeline() -> StageLink:
     return StageLink([torch.distributed.new_group()], [torch.distributed.new_group()], "cpu")
+
+
+def exported(mesh: DeviceMesh, rank: int, folder: Path) -> int:
+    """Export a stage of a model in several files; return the number of weights of the model that was cut."""
+    settings = {key: value for key, value in FAMILIES["deepseek_v3"].items() if key != "model_type"}
+    policy = Policy(tiny_model("deepseek_v3", dtype=torch.float32, **settings))
+    assert any(name.endswith("e_score_correction_bias") for name in policy.model.state_dict())
+    num_weights = policy.model.num_parameters()
+    cut_model(policy, pipeline(), meta_copy(policy))
+    export_model(policy, folder, rank=rank, num_ranks=2, file_bytes=9000)
+    return num_weights
+
+
+def test_the_index_of_an_export_counts_no_buffers_of_later_stages(tmp_path: Path):
+    num_weights, _ = on_ranks(tmp_path, 2, exported, tmp_path / "model")
+    index = json.loads((tmp_path / "model" / INDEX).read_text())
+    assert any(name.endswith("e_score_correction_bias") for name in index["weight_map"])
+    assert index["metadata"]["total_parameters"] == num_weights
 
 
 def loading_memory(mesh: DeviceMesh, rank: int, folder: str) -> tuple[int, int]:
