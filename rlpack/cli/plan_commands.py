@@ -324,18 +324,19 @@ def _grown(arguments: argparse.Namespace, ranks: int) -> np.ndarray:
 
 
 def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
-    aligned = align(lengths, arguments.pad_to_multiple)
-    fits = aligned[aligned <= arguments.max_tokens]
-    bound = lower_bound(fits, arguments.max_tokens) + int((aligned > arguments.max_tokens).sum())
+    aligned, budget = align(lengths, arguments.pad_to_multiple), arguments.max_tokens
+    over = int((aligned > budget).sum())
+    bound = lower_bound(aligned[aligned <= budget], budget) + over
     steps = -(-lengths.size // (arguments.mini_batch_size or lengths.size))
-    text = (
-        f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}, longest "
-        f"{int(lengths.max()):,}; a budget of {arguments.max_tokens:,} needs at least "
-        f"{bound:,} microbatch{'es' * (bound != 1)} in all"
-    )
+    text = f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}, longest "
+    text += f"{int(lengths.max()):,}"
+    # Only `plan` has the option, and fixed microbatches have no budget.
+    has_budget = vars(arguments).get("mode") != "fixed" or arguments.compare
+    if has_budget:
+        text += f"; a budget of {budget:,} needs at least {bound:,} microbatch{'es' * (bound != 1)} in all"
     if steps > 1:
         text += f"; numbers are totals over all {steps:,} optimizer steps"
-    if over := int((aligned > arguments.max_tokens).sum()):
+    if over and has_budget:
         text += (
             f"\n{over:,} sequences exceed the budget: each gets its own microbatch here; training refuses them "
             "unless batching.overlong is set"

@@ -47,7 +47,8 @@ class OptionParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, ranks: str) -> None:
         """Set the command's name and its default for `--ranks`."""
-        super().__init__(prog=prog, epilog="With a run's directory, its ranks and batching are the defaults.")
+        epilog = "With a run's directory, its ranks and batching are the defaults."
+        super().__init__(prog=prog, epilog=epilog, allow_abbrev=False)
         self.ranks = ranks
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,5 +1,6 @@
 """Read from a run what `rlpack simulate RUN --async` needs: its response lengths, and the rates of its phases."""
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -97,6 +98,20 @@ def late_window(run_dir: Path) -> int:
         return max(1, int(read_config(run_dir)["trainer"]["late_groups"]["window"])) if run_dir.is_dir() else 1
     except (KeyError, TypeError, ValueError):
         return 1
+
+
+def gpus_per_rank(run_dir: Path) -> tuple[float, float]:
+    """Return the GPUs of a rank that trained and of an engine's, as a run's configuration has them; 0 on CPUs."""
+    config = read_config(run_dir) if os.path.isdir(run_dir) else {}
+    training, engine = (_gpus_of(config, role) for role in ("actor", "rollout"))
+    return training, engine
+
+
+def _gpus_of(config: Mapping[str, Any], role: str) -> float:
+    try:
+        return float(config["placement"]["pools"][_pool_of(config, role)]["gpus_per_rank"])
+    except (KeyError, TypeError, ValueError):
+        return 0.0
 
 
 def _rows_of_steps(

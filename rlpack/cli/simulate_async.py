@@ -11,7 +11,7 @@ import numpy as np
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
-from rlpack.cli.rates_of_run import RunRates, late_window, measured
+from rlpack.cli.rates_of_run import RunRates, gpus_per_rank, late_window, measured
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
@@ -114,7 +114,8 @@ def _simulate(given: argparse.Namespace) -> None:
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
     for note in _notes(measured_rates, rates, setup, has_train_rate=given.train_tokens_per_s is not None):
         print(note)
-    print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {_keys(setup)}")
+    keys = _keys(setup, *gpus_per_rank(Path(given.lengths)))
+    print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {keys}")
 
 
 def _rates_line(lengths: np.ndarray, rates: Rates) -> str:
@@ -170,14 +171,16 @@ def _name(setup: Setup) -> str:
     return "in turns" if setup.lead == 0 else f"lead {setup.lead}, {setup.publish}"
 
 
-def _keys(setup: Setup) -> str:
-    """Return the overrides of a setup."""
+def _keys(setup: Setup, training_gpus: float, engine_gpus: float) -> str:
+    """Return the overrides of a setup, with the GPUs of a rank, if it has any: the preset of two pools has none."""
+    of_training = f" placement.pools.main.gpus_per_rank={training_gpus:g}" if training_gpus else ""
+    of_engines = f" placement.pools.engines.gpus_per_rank={engine_gpus:g}" if engine_gpus else ""
     if setup.lead == 0:
-        return f"trainer.lead=0 placement.pools.main.ranks={setup.train_ranks}"
+        return f"trainer.lead=0 placement.pools.main.ranks={setup.train_ranks}{of_training}"
     publish = " rollout=vllm rollout.publish=in_flight" if setup.publish == "in_flight" else ""
     return (
-        f"trainer.lead={setup.lead}{publish} placement=two_pools placement.pools.main.ranks={setup.train_ranks} "
-        f"placement.pools.engines.ranks={setup.engine_ranks}"
+        f"trainer.lead={setup.lead}{publish} placement=two_pools placement.pools.main.ranks={setup.train_ranks}"
+        f"{of_training} placement.pools.engines.ranks={setup.engine_ranks}{of_engines}"
     )
 
 

@@ -139,6 +139,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     for step in range(warm_up + counted_steps):
         if step == warm_up:
             began, waited_s, busy_s = now, 0.0, engines.busy_until(now)
+            lags.clear()
         last = step + (setup.lead if setup.publish == "in_flight" else 0)
         while started <= last:
             waiting.append(engines.add(now, rows[started]))

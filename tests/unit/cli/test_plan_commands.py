@@ -159,6 +159,18 @@ def test_sequences_over_the_budget_and_several_optimizer_steps_are_spoken_of(
     assert "1 sequences exceed the budget: each gets its own microbatch here" in out
 
 
+@pytest.mark.parametrize(
+    ("options", "has_budget"),
+    [(["--mode", "fixed"], False), (["--mode", "dynamic"], True), ([], True), (["--compare"], True)],
+)
+def test_a_budget_is_spoken_of_only_where_a_plan_has_one(
+    capsys: pytest.CaptureFixture[str], options: list[str], *, has_budget: bool
+) -> None:
+    code, out, _ = run(capsys, "plan", "lognormal", "--longest", "40000", "--rows", "2000", *options)
+    assert (code, out.startswith("2,000 sequences, ")) == (0, True)
+    assert ("a budget of 16,384 needs at least" in out, "exceed the budget" in out) == (has_budget, has_budget)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as left:
         main(list(arguments))
@@ -171,6 +183,7 @@ def test_a_mistyped_option_is_one_line_with_the_one_that_was_meant(capsys: pytes
         "rlpack plan: unknown option --maxtokens; did you mean --max-tokens?\n"
     )
     assert refused(capsys, "simulate", "zipf", "--compare") == "rlpack simulate: unknown option --compare; see --help\n"
+    assert "unknown option --asyn; did you mean --async?" in refused(capsys, "simulate", "zipf", "--asyn")
     assert refused(capsys, "plan", "zipf", "--rows", "many").startswith("rlpack plan: argument --rows: invalid int")
 
 

@@ -25,6 +25,29 @@ def test_the_best_setup_comes_with_its_keys(capsys: pytest.CaptureFixture[str]):
     assert "trainer.lead=3 rollout=vllm rollout.publish=in_flight placement=two_pools" in out.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (
+            ("--ranks", "3", "--leads", "2"),
+            "placement=two_pools placement.pools.main.ranks={} placement.pools.main.gpus_per_rank=1 "
+            "placement.pools.engines.ranks={} placement.pools.engines.gpus_per_rank=2",
+        ),
+        (("--ranks", "3", "--leads", "0"), "placement.pools.main.ranks={} placement.pools.main.gpus_per_rank=1"),
+    ],
+)
+def test_keys_for_a_run_on_gpus_have_the_gpus_of_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], keys: str
+):
+    in_flight_run(tmp_path)
+    config = (tmp_path / CONFIG).read_text()
+    config = config.replace("main: {ranks: 2}", "main: {ranks: 2, gpus_per_rank: 1.0}")
+    (tmp_path / CONFIG).write_text(config.replace("engines: {ranks: 1}", "engines: {ranks: 1, gpus_per_rank: 2.0}"))
+    assert simulate(str(tmp_path), *options) == 0
+    best = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(re.escape(keys).replace(r"\{\}", r"\d") + "$", best)
+
+
 def test_a_bound_on_staleness_leaves_out_longer_leads(capsys: pytest.CaptureFixture[str]):
     assert simulate("lognormal", "--ranks", "4", "--max-staleness", "1") == 0
     assert "\nlead 2" not in capsys.readouterr().out
