@@ -64,7 +64,7 @@ def _reads_kl_early(config: Config) -> bool:
     return algorithm.kl_coef > 0 and (
         algorithm.kl_placement == "reward"
         or ":" in algorithm.advantage  # a user's function may read it
-        or config.recipe.name == "dapo"  # some of its rows aren't trained on, but are measured
+        or not recipe_of(config).draws_once  # one that chooses prompts may also measure rows that it doesn't train on
     )
 
 
