@@ -73,7 +73,7 @@ def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[st
 
     The mean is over the valid rows, which are known once the batch is scored, and the factor is the same in every row.
     """
-    if "importance_sum" not in rollouts:
+    if settings.weights == "none" or "importance_sum" not in rollouts:
         return {}
     tokens = rollouts["response_tokens"].where(rollouts["valid"], 0)
     mean = mean_weight(rollouts["importance_sum"], tokens, settings.weights)

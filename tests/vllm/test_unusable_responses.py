@@ -115,6 +115,7 @@ def test_a_spoiled_response_is_named_and_generated_again(
     assert failure.startswith("its response of policy version 7 can't be used: ")
     assert words in failure
     assert ended["engine_has_failed"].tolist() == [False] * count
+    assert ended["engine_version"].tolist() == [7] * count
     again = worker.advance(rows.select([SPOILED]), PARAMS, 0, 0, 30.0, 1)
     assert again["engine_failure"] == [""]
     alone = shared_engine.generate(prompts, PARAMS, np.arange(count))

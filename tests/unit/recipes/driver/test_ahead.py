@@ -177,7 +177,9 @@ def test_only_lags_that_occur_have_a_metric(tmp_path: Path, publications: Any):
         assert sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_versions_are_read_as_a_batch_is_drawn_before_an_evaluation_or_a_draw_occupies_the_engines(tmp_path: Path, publications: Any):
+def test_versions_are_read_as_a_batch_is_drawn_before_an_evaluation_or_a_draw_occupies_the_engines(
+    tmp_path: Path, publications: Any
+):
     session = session_ahead(tmp_path, steps=4)
     queue = AheadQueue(session, publications(Engines(session)).draw)
     read: list[str] = []
