@@ -24,7 +24,7 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time.
 3. `publish` is called once per step. At most `lead` versions therefore appear between the start of batch b and step b,
    which takes it. With drain, `publish` waits for the started batch before it loads weights, so all tokens of a
-   batch have one version. `take` nevertheless reads the tokens' versions and checks all of this.
+   batch have one version. `take` nevertheless checks all of this by the tokens' versions.
 4. A checkpoint is written between steps. With drain it holds the waiting batch, which is drawn by then, so a resumed
    run trains on the same batch, bit for bit, and then draws from the same position of the stream. With in_flight, it
    holds where the waiting batches begin. All of them are drawn again as a whole, from the same positions and seeds,

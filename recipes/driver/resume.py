@@ -29,11 +29,17 @@ class LoadedCheckpoint:
     def evaluation_is_due(self, config: Config) -> bool:
         """Return whether a run with this configuration has to evaluate after the checkpoint's step.
 
-        The evaluation had not ended, or the step is the last one now, which is evaluated in any case, and wasn't then.
+        The evaluation had not ended; or the step is the last one now and wasn't then, and the run has not evaluated
+        after it, or left out the sets that are evaluated at the end only.
         """
-        step, saved = self.progress.step, self.state["config"]["trainer"]
-        is_last = self.progress.phase == "train" and step == config.trainer.steps
-        return bool(self.state.get("evaluation_is_due")) or (is_last and step != saved.get("steps"))
+        step, saved = self.progress.step, self.state["config"]
+        has_become_last = self.progress.phase == "train" and step == config.trainer.steps != saved["trainer"].get(
+            "steps"
+        )
+        was_left_out = step % saved["evaluation"].get("every", 1) != 0 or any(
+            one.at_end for one in config.evaluation.sets.values()
+        )
+        return bool(self.state.get("evaluation_is_due")) or (has_become_last and was_left_out)
 
     def check_fields(self) -> None:
         """Check that the state has the fields that this version writes, which its format promises.

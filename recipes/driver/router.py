@@ -30,7 +30,7 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -185,7 +185,7 @@ class Router:
         for rank, rows in self._in_flight.items():
             lost = sorted(rows)
             self._remove(rank, lost)
-            self._repeat(rank, dict.fromkeys(lost, "its process was started again"), None)
+            self._repeat(rank, dict.fromkeys(lost, "its process was started again"), {})
 
     def _get_engines(self) -> None:
         """Get new engines in place of all that failed; no call is under way."""
@@ -270,7 +270,7 @@ class Router:
         else:
             for row in failed:
                 self._avoided.setdefault(row, set()).add(self._engine_of[row])
-        self._repeat(rank, failed, int(ended["engine_version"][0]))
+        self._repeat(rank, failed, dict(zip(rows.tolist(), ended["engine_version"].tolist(), strict=True)))
         answered = np.array([not failure for failure in failures], dtype=bool)
         if answered.any():
             np.subtract.at(self._left, self._group_of[rows[answered]], 1)
@@ -288,13 +288,13 @@ class Router:
         if complete.size:
             yield kept.select(complete)
 
-    def _repeat(self, rank: int, failures: dict[int, str], version: int | None) -> None:
+    def _repeat(self, rank: int, failures: dict[int, str], versions: Mapping[int, int]) -> None:
         """Queue rows that failed on a rank before all others.
 
         Args:
             rank: the rank.
             failures: the rows, and the reasons.
-            version: policy version of the rank's engine; None if its process was started again.
+            versions: policy version of the engine when each row failed; none if its process was started again.
 
         Raises:
             RowError: one of them failed too often.
@@ -304,7 +304,7 @@ class Router:
         for row, failure in failures.items():
             self._failures[row] += 1
             if self._failures[row] > MOST_REPEATS:
-                last = RowFailure(*self._ids(row), self._failures[row], failure, version)
+                last = RowFailure(*self._ids(row), self._failures[row], failure, versions.get(row))
                 raise RowError(self._group.role, rank, RolloutWorker.advance.__name__, last)
             by_group.setdefault(int(self._group_of[row]), []).append(row)
         for rows in reversed(by_group.values()):

@@ -329,17 +329,16 @@ class Session:
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
-        After the last step and after Ctrl-C it is written synchronously. Ctrl-C during this call waits for a step.
+        After the last step and after Ctrl-C it is written synchronously. After Ctrl-C the run ends once it is written.
         """
-        is_interrupted = self.run.interrupted
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()
-        if is_last or is_interrupted:
+        if is_saved := is_last or self.run.interrupted:
             self.finish_evaluation()
             self.save()
-        elif self.progress.step % self.config.checkpoint.every == 0:
+        elif is_saved := self.progress.step % self.config.checkpoint.every == 0:
             self.save(in_background=self.config.checkpoint.asynchronous)
-        if is_interrupted:  # before this step was saved
+        if is_saved:
             self.stop_if_interrupted()
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:

@@ -112,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--max-length", type=_count, metavar="N", help="longest prompt and response together, "
                         "in tokens (default: the model's limit, as far as the cache has room)")  # fmt: skip
     result.add_argument("--dtype", choices=("fp32", "bf16"), help="of weights and cache (default: that of the files)")
-    result.add_argument("--kv-cache-gb", type=_positive, metavar="X", help="size of the cache of keys and values "
-                        "(default: on CPUs at most an eighth of the available memory)")  # fmt: skip
+    result.add_argument("--kv-cache-gb", type=_positive, metavar="X", help="size of the cache of keys and values on "
+                        "all GPUs together (default: on CPUs at most an eighth of the available memory)")  # fmt: skip
     result.add_argument("--token-env", metavar="NAME", help="environment variable with the token to use")
     result.add_argument("--start-timeout", type=_positive, default=900.0, metavar="S", help="deadline for the "
                         "start, in seconds (default: 900)")  # fmt: skip

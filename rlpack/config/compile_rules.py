@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from rlpack.config.model_sizes import model_sizes
-from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     WITH_LAYOUTS,
     batching_key,
+    optimizers,
     own_batching,
     role_compute,
     role_parallel,
@@ -36,8 +36,8 @@ def compile_problems(config: Config) -> Iterator[str]:
                 f"{role}.gradient_checkpointing to full or none, or {key}=false"
             )
         if settings.offload == "parameters":
-            # Roles that aren't trained have no optimizer to offload.
-            other = "optimizer" if role in recipe_of(config).trains else "none"
+            optimizer = optimizers(config).get(f"{role}.optimizer")  # None for a role that isn't trained
+            other = "optimizer" if optimizer is not None and optimizer.name != "adamw_8bit" else "none"
             yield f"{key} and {role}.offload=parameters can't be combined; set {role}.offload={other} or {key}=false"
         sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
         split = ", ".join(f"{role}.parallel.{name}={size}" for name, size in sizes.items() if size > 1)

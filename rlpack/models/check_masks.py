@@ -37,7 +37,8 @@ def check_masks(
     longest = min(limits.longest or 3 * max(sizes), position_limit(model.model) or 3 * max(sizes))
     past = min(longest, max(sizes) + 8)
     length = min(past, _MAX_WHOLE_LENGTH)
-    way_out = f"keep rows shorter ({limits.keys}), or set {limits.way_to_pad(role)}"
+    pad = limits.way_to_pad(role)
+    way_out = f"keep rows shorter ({limits.keys})" + (f", or set {pad}" if pad else "")
     masks = _masks_of_row(model, length, vocab_size, device)
     _check_whole(masks, length, way_out)
     if past <= length:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpack.config.layout_remedies import Change, overrides, remedy
+from rlpack.config.layout_remedies import Change, remedy
 from rlpack.config.roles import batching_key, forward_batching, longest_known_row, role_batching, role_parallel
 from rlpack.config.schema import Config
 from rlpack.models.length_thresholds import MAX_MASK_LENGTH, length_thresholds, longest_row, selections
@@ -41,7 +41,7 @@ class RowLimits:
         rows: rows of a microbatch.
         keys: the configuration keys that bound `longest`, for errors.
         padding: the overrides with which rows are padded instead of packed, for errors; None for the mode of the role's
-            batching alone.
+            batching alone, "" if none are known.
     """
 
     longest: int | None = None
@@ -65,20 +65,22 @@ class RowLimits:
         return cls(longest, slots, rows, keys, _padding(config, role))
 
     def way_to_pad(self, role: str) -> str:
-        """Return the overrides with which a role's rows are padded, for errors."""
-        return self.padding or _padded_modes(role)
+        """Return the overrides with which a role's rows are padded, for errors; "" if none are known."""
+        return _padded_modes(role) if self.padding is None else self.padding
 
 
 def _padding(config: Config, role: str) -> str | None:
     """Return the overrides with which a role's rows are padded, if ranks share its tokens: they pack them in any mode.
 
-    None if ranks don't share them.
+    None if ranks don't share them; "" if no such overrides pass the rules.
     """
     parallel = role_parallel(config, role)
     shared: Change = {name: 1 for name, size in (("cp", parallel.cp), ("tp", parallel.tp)) if size > 1}
     if not shared:
         return None
-    sizes = remedy(config, role, [shared]) or overrides(role, shared)
+    sizes = remedy(config, role, [shared])
+    if sizes is None:
+        return ""
     return f"{sizes} {_padded_modes(role)}" if role_batching(config, role).mode == "packed" else sizes
 
 

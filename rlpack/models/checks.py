@@ -376,7 +376,8 @@ def _evaluating(model: PackedModel) -> Iterator[None]:
 def _named(model: PackedModel, role: str, packed: bool, padding: str | None) -> Iterator[None]:
     """Add the model's name and a workaround to errors; turn failures inside the model into a `ModelError`."""
     name = type(model.model).__name__
-    pad = f"set {padding or RowLimits().way_to_pad(role)}, or " if packed else ""
+    way = RowLimits(padding=padding).way_to_pad(role) if packed else ""
+    pad = f"set {way}, or " if way else ""
     skip = f"{role}.isolation_check=false skips this check"
     try:
         yield

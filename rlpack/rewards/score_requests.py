@@ -123,8 +123,10 @@ class ScoreRequests:
         settings = self._settings
         headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
         limits = httpx.Limits(max_connections=settings.concurrency)
+        # With a transport of its own, the client leaves out the environment's proxies, not its certificates.
+        direct = httpx.AsyncHTTPTransport(limits=limits) if is_loopback(self._url) else None
         async with httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=settings.timeout_s, trust_env=not is_loopback(self._url)
+            headers=headers, limits=limits, timeout=settings.timeout_s, transport=direct
         ) as client:
             tasks = [asyncio.create_task(self._score_row(client, body)) for body in bodies]
             try:
@@ -194,10 +196,10 @@ def is_loopback(url: str) -> bool:
     >>> is_loopback("http://127.0.0.1:8000/v1"), is_loopback("http://[::1]/"), is_loopback("https://judge.example/v1")
     (True, True, False)
     """
-    host = httpx.URL(url).host
     try:
+        host = httpx.URL(url).host
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
+    except (ValueError, httpx.InvalidURL):  # another host's name, or none; a request says what is wrong with a URL
         return False
 
 

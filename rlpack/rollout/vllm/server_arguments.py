@@ -67,6 +67,8 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
     arguments = base_arguments(shape, capacity, model=model) | of_model | own | _merged(of_model, options.vllm)
     if "distributed_executor_backend" not in options.vllm and _num_workers(arguments) > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if capacity.given_cache_bytes is not None and "kv_cache_memory_bytes" not in options.vllm:
+        arguments["kv_cache_memory_bytes"] = capacity.given_cache_bytes // _num_workers(arguments)
     return arguments
 
 

@@ -1,11 +1,13 @@
 """Compiled layers are refused where they can't be combined with other settings, each with a way out."""
 
+from typing import Literal
+
 import pytest
 
 from rlpack.config.roles import role_compute
 from rlpack.config.rules import broken_rules
 from rlpack.config.schema import Actor, Algorithm, Config, Critic, Recipe, Reference, RoleBatching
-from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.packing.batching import Batching
 
@@ -50,6 +52,15 @@ def test_padded_rows_are_refused_under_the_key_that_pads_them():
     )
     assert [problem.partition(" ")[0] for problem in inherited] == ["actor.compile", "critic.compile"]
     assert all("set batching.mode=packed or" in problem for problem in inherited)
+
+
+def test_offloaded_parameters_with_8_bit_moments_have_no_other_offload():
+    def actor(offload: Literal["parameters", "none"]) -> Actor:
+        return Actor(compile=True, offload=offload, optimizer=Optimizer(name="adamw_8bit"))
+
+    (problem,) = problems(actor("parameters"))
+    assert "set actor.offload=none or actor.compile=false" in problem
+    assert not any("offload" in found for found in broken_rules(Config(actor=actor("none"))))
 
 
 @pytest.mark.parametrize(("recipe", "role", "other"), [("grpo", "reference", "none"), ("ppo", "critic", "optimizer")])

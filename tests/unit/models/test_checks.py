@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForSequenceClassification
 
-from rlpack.config.schema import Actor, Placement, Pool
+from rlpack.config.schema import Actor, Data, Placement, Pool, Rollout
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.models import attention as attention_module
 from rlpack.models.check_masks import check_masks
@@ -169,6 +169,20 @@ def test_errors_of_packed_rows_name_what_packs_them(role: str, mode: str, sizes:
         check_masks(Policy(windowed), VOCABULARY, "cpu", replace(limits, longest=700), role=role)
     assert f", or set {advice}" in str(error.value)
     assert ("mode=" in str(error.value)) == (mode == "packed")
+
+
+def test_no_remedy_is_named_that_the_rules_refuse():
+    config = tiny_config(
+        batching=Batching(mode="dynamic", max_tokens=1024),
+        data=Data(max_prompt_tokens=500),
+        rollout=Rollout(max_new_tokens=1500),  # only two ranks that share tokens have room for a row
+        actor=Actor(parallel=Parallel(cp=2)),
+        placement=Placement(pools={"main": Pool(ranks=2)}),
+    )
+    AttentionInterface.register("borderless", _borderless)
+    leaking = Policy(tiny_model(implementation="borderless", dtype=torch.float32))
+    with pytest.raises(IsolationError, match="see each other; use another model"):
+        check_isolation(leaking, "cpu", VOCABULARY, padding=RowLimits.of_role(config, "actor").padding)
 
 
 def test_a_model_that_sees_later_tokens_is_refused_padded():

@@ -122,6 +122,13 @@ def test_a_proxy_is_not_asked_for_a_server_of_this_machine(server, monkeypatch: 
     assert [result.value for result in results] == [0.5]
 
 
+@pytest.mark.parametrize("url", ["http://localhost:80x/v1", "http://[::1/v1"])
+def test_an_address_that_is_none_fails_rows_and_is_named(server, url: str):
+    (result,), _ = ask(settings(server, url=url), "5")
+    assert result.problem == "error"
+    assert result.detail.startswith(f"{url}/chat/completions: InvalidURL")
+
+
 def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     columns = {"completion": ["5", "6"], "prompt": [messages, "2+2="], "answer": [[1], 4]}

@@ -113,16 +113,22 @@ def test_a_set_that_gives_the_tokenizer_other_characters_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "saved", "now", "is_due"),
-    [(7, 20, 7, True), (7, 20, 20, False), (20, 20, 20, False), (20, 20, 40, False), (20, 40, 20, True)],
+    ("step", "saved", "now", "at_end", "is_due"),
+    [
+        *((7, 20, 7, False, True), (7, 20, 20, False, False), (20, 20, 20, True, False), (20, 20, 40, True, False)),
+        *((20, 40, 20, False, False), (20, 40, 20, True, True)),  # evaluated after step 20, without the sets of the end
+    ],
 )
-def test_a_step_that_has_become_the_last_one_is_evaluated(tmp_path, step: int, saved: int, now: int, is_due: bool):
+def test_a_step_that_has_become_the_last_one_is_evaluated(
+    tmp_path, step: int, saved: int, now: int, at_end: bool, is_due: bool
+):
     state = STATE | {
         "progress": asdict(Progress(phase="train", step=step)),
-        "config": Config(trainer=Trainer(steps=saved)).model_dump(mode="json"),
+        "config": Config(trainer=Trainer(steps=saved), evaluation=Evaluation(every=10)).model_dump(mode="json"),
     }
-    checkpoint = LoadedCheckpoint(tmp_path, state)
-    assert checkpoint.evaluation_is_due(Config(trainer=Trainer(steps=now))) == is_due
+    sets = {"test": EvaluationSet(source="test.jsonl", at_end=at_end)}
+    config = Config(trainer=Trainer(steps=now), evaluation=Evaluation(every=10, sets=sets))
+    assert LoadedCheckpoint(tmp_path, state).evaluation_is_due(config) == is_due
 
 
 STATE: dict[str, Any] = {

@@ -118,6 +118,9 @@ def test_a_server_on_gpus_leaves_the_cache_to_vllm_and_shares_the_model_by_vllms
     assert (stages["tensor_parallel_size"], stages["distributed_executor_backend"]) == (1, "mp")
     assert arguments(vllm={"tensor_parallel_size": 2})["distributed_executor_backend"] == "mp"
     assert arguments()["distributed_executor_backend"] == "uni"
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    shared = arguments(on_gpu=True, kv_cache_gb=0.5, vllm=sizes)
+    assert shared["kv_cache_memory_bytes"] == GB // 8  # vLLM's argument is of each GPU
     own = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
     assert arguments(on_gpu=True, vllm=own)["distributed_executor_backend"] == "ray"
     assert given["enforce_eager"] is False
