@@ -29,7 +29,7 @@ from rlpack import __version__
 from rlpack.config.redaction import without_secrets
 from rlpack.config.schema import Config
 from rlpack.observe.console import TITLES, Console, ProgressBar, Sample
-from rlpack.observe.errors import RunTakenOverError
+from rlpack.observe.errors import ReportError, RunTakenOverError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
 from rlpack.observe.run_dir import (
@@ -248,6 +248,8 @@ class Run:
         self._close_sinks()
         try:
             self._report()
+        except ReportError as error:
+            logger.warning("%s", error)
         except Exception as error:  # noqa: BLE001 - drawing can fail in many ways, and no training depends on it
             logger.warning("the report could not be written to %s: %s: %s", path, type(error).__name__, error)
         return path

@@ -431,8 +431,8 @@ def test_a_report_or_picture_that_cannot_be_written_only_warns(
         run.record_plan(plan)
         run.log(1, {"reward/mean": 0.5})
         (tmp_path / name).mkdir()
-    (warning,) = (record.message for record in caplog.records if "could not be written" in record.message)
-    assert f"to {tmp_path / 'report.html'}: IsADirectoryError" in warning
+    (warning,) = (record.message for record in caplog.records if "can't be written" in record.message)
+    assert f"the report of {tmp_path} can't be written: {tmp_path / name}: Is a directory; change its per" in warning
     assert name in warning
 
 
