@@ -33,12 +33,10 @@ class LoadedCheckpoint:
         after it, or left out the sets that are evaluated at the end only.
         """
         step, saved = self.progress.step, self.state["config"]
-        has_become_last = self.progress.phase == "train" and step == config.trainer.steps != saved["trainer"].get(
-            "steps"
-        )
-        was_left_out = step % saved["evaluation"].get("every", 1) != 0 or any(
-            one.at_end for one in config.evaluation.sets.values()
-        )
+        was_last, is_last = (step == total for total in (saved["trainer"].get("steps"), config.trainer.steps))
+        has_become_last = self.progress.phase == "train" and is_last and not was_last
+        has_sets_of_end = any(one.at_end for one in config.evaluation.sets.values())
+        was_left_out = has_sets_of_end or step % saved["evaluation"].get("every", 1) != 0
         return bool(self.state.get("evaluation_is_due")) or (has_become_last and was_left_out)
 
     def check_fields(self) -> None:

@@ -123,7 +123,7 @@ class ScoreRequests:
         settings = self._settings
         headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
         limits = httpx.Limits(max_connections=settings.concurrency)
-        # With a transport of its own, the client leaves out the environment's proxies, not its certificates.
+        # If httpx is given a transport, it ignores the variables of proxies, but not those of certificates.
         direct = httpx.AsyncHTTPTransport(limits=limits) if is_loopback(self._url) else None
         async with httpx.AsyncClient(
             headers=headers, limits=limits, timeout=settings.timeout_s, transport=direct
