@@ -7,8 +7,8 @@
 (tests/unit/recipes/driver/test_evaluations.py):
 
 1. an evaluation has ended and is logged before new weights are published, and before the next step is committed;
-2. a checkpoint says whether its step's evaluation has still to be logged; a resumed run then evaluates again, with the
-   weights of the checkpoint;
+2. a checkpoint says whether its step's evaluation has still to be started or logged; a resumed run then evaluates
+   with the weights of the checkpoint;
 3. a failed evaluation isn't done: its error is raised in the step that waits for it, and `Session.steps` repeats it.
 """
 
@@ -74,17 +74,15 @@ class _UnderWay:
 
 
 class Evaluations:
-    """The evaluation under way, if any, and the last one that is done.
+    """The evaluation under way, if any, and whether one is due.
 
     Attributes:
-        done: phase and step of the last evaluation that was logged.
-        is_due: whether the checkpoint that the run continues from lacks its step's evaluation.
+        is_due: whether the evaluation after the last step, or before the first, has still to be started, or failed.
     """
 
     def __init__(self) -> None:
-        """Start with no evaluation under way."""
-        self.done: Place | None = None
-        self.is_due = False
+        """Start with the evaluation before the first step."""
+        self.is_due = True
         self._under_way: _UnderWay | None = None
         self._thread: threading.Thread | None = None
         self._has_ended = False
@@ -95,16 +93,12 @@ class Evaluations:
         """Return whether an evaluation was started but isn't logged yet."""
         return self._under_way is not None
 
-    def needs(self, place: Place) -> bool:
-        """Return whether the evaluation after a step is neither done nor under way."""
-        return self.done != place and (self._under_way is None or self._under_way.place != place)
-
     def begin(self, place: Place, context: StepContext, evaluate: Callable[[], None]) -> None:
         """Start the evaluation after a step in a separate thread."""
         assert self._under_way is None, "an evaluation is started before the last one was waited for"
         self._lost_at = None
         call = BackgroundCall(partial(self._run, place, context, evaluate), name="evaluate")
-        self._under_way = _UnderWay(place, context, call)
+        self._under_way, self.is_due = _UnderWay(place, context, call), False
 
     def wait(self) -> None:
         """Wait until the evaluation under way has ended, even if it fails."""
@@ -128,10 +122,12 @@ class Evaluations:
                     if self._lost_at == access.epoch:
                         raise weights_are_gone()
             under_way.call.outcome()
+        except BaseException:
+            self.is_due = True
+            raise
         finally:
             self._under_way = None
             under_way.context.lease.release()
-        self.done = under_way.place
         return under_way.context
 
     def lose_engines(self, access: EngineAccess) -> None:

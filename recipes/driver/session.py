@@ -9,7 +9,6 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 """
 
 import copy
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -53,8 +52,6 @@ from rlpack.workers.reference import ReferenceWorker
 from rlpack.workers.reward import RewardWorker
 from rlpack.workers.rollout import RolloutWorker
 
-logger = logging.getLogger(__name__)
-
 Evaluate = Callable[["Session", StepContext], None]
 
 
@@ -72,7 +69,7 @@ class Session:
         store: holds the tokens and texts of batches.
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
-        evaluations: the evaluation under way, if any, and the last one that is done.
+        evaluations: the evaluation under way, if any, and whether one is due.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: hashes of the stored reference's weight files; None if the recipe stored none.
         evaluation_sets: the splits of `evaluation.sets` by name.
@@ -172,7 +169,7 @@ class Session:
         if self.progress.phase != phase:
             if phase == "sft_warmup":
                 return
-            self.progress = replace(self.progress, phase=phase, step=0)
+            self.progress, self.evaluations.is_due = replace(self.progress, phase=phase, step=0), True
         self.stop_if_interrupted()
         with self.run.progress(total - self.progress.step, phase) as bar:
             self._continue_steps(total, evaluate)
@@ -181,7 +178,7 @@ class Session:
                 step = self.begin_step(number)
                 with step.lease, step.timer("step", f"{phase} step {number}"):
                     yield step
-                self._commit(step, time.perf_counter() - began)
+                self._commit(step, time.perf_counter() - began, total)
                 bar.advance()
                 self._complete_step(total, evaluate)
 
@@ -193,7 +190,7 @@ class Session:
         """
         if self.step is not None:
             self.step.lease.release()
-            self._discard_calls(self.step)
+            self.step.discard_calls(self.groups)
         self.run.has_begun = True
         self.restarts.begin_step(self.progress.phase, number)
         for group in self.groups.values():
@@ -227,7 +224,7 @@ class Session:
                 "held_out": self.held_out.fingerprint,
                 "reference": self.reference_hashes,
                 "records": record_hashes(self.run.run_dir),
-                "evaluation_is_due": self.evaluations.is_under_way,
+                "evaluation_is_due": self.evaluations.is_due or self.evaluations.is_under_way,
             }
             write(root, self.progress.step, self.trained, state, None if self.ahead is None else self.ahead.save)
 
@@ -294,16 +291,7 @@ class Session:
             self.checkpoints.finish()  # Ctrl-C may have come while a step's state was copied
             raise Interrupted
 
-    def _discard_calls(self, step: StepContext) -> None:
-        """Discard the results of calls that a step never waited for; running background calls finish unobserved."""
-        discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
-        if discarded:
-            logger.warning(
-                "step %d of %s ended without waiting for %d of its calls, whose results are discarded: %s",
-                *(step.number, step.progress.phase, len(discarded), ", ".join(discarded)),
-            )
-
-    def _commit(self, step: StepContext, elapsed_s: float) -> None:
+    def _commit(self, step: StepContext, elapsed_s: float, total: int) -> None:
         """Replace the session's progress with the step's, and log the step's metrics."""
         self.finish_evaluation()
         step.metrics |= self.performance.metrics(step, elapsed_s)
@@ -314,6 +302,7 @@ class Session:
             lost_s = times.get("time/wait_s", 0.0) + times.get("time/drain_s", 0.0)
             step.metrics["perf/trainer_idle_share"] = lost_s / elapsed_s
         self.progress = step.progress
+        self.evaluations.is_due = step.number % self.config.evaluation.every == 0 or step.number == total
         if step.plan is not None:
             self.run.record_plan(step.plan)
         self._log(step, self.progress.phase)
@@ -321,9 +310,17 @@ class Session:
             self.ahead.raise_failure()
 
     def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
-        """Evaluate and write a checkpoint, if due after the step that was committed last."""
-        self._evaluate_if_due(total, evaluate)
-        self._save_if_due(self.progress.step == total)
+        """Evaluate and write a checkpoint, if due after the step that was committed last.
+
+        With drain, the checkpoint reads the waiting batch from the engines' ranks, which serve one caller at a time. It
+        is therefore written before an evaluation that the run doesn't wait for is started.
+        """
+        is_saved_first = self.config.rollout.publish == "drain" and self._evaluates_ahead(total, evaluate)
+        if is_saved_first:
+            self._save_if_due(is_last=False)
+        self._evaluate(total, evaluate)
+        if not is_saved_first:
+            self._save_if_due(self.progress.step == total)
         self.completed = self._place
 
     def _save_if_due(self, is_last: bool) -> None:
@@ -355,28 +352,27 @@ class Session:
 
     def _continue_steps(self, total: int, evaluate: Evaluate | None) -> None:
         """Do what is due after the last step, unless that is done."""
-        if self.step is None and self.progress.step:  # resumed: done before the checkpoint, unless that says it is due
+        if self.step is None and self.progress.step:  # resumed: a checkpoint says whether its evaluation is due
             self.completed = self._place
-            self.evaluations.done = None if self.evaluations.is_due else self._place
-            self._evaluate(evaluate, is_last=self.progress.step == total)
-        elif self.progress.step and self.completed != self._place:
+        if self.progress.step and self.completed != self._place:
             self._complete_step(total, evaluate)
         else:
-            self._evaluate_if_due(total, evaluate)
+            self._evaluate(total, evaluate)
         self.stop_if_interrupted()
 
-    def _evaluate_if_due(self, total: int, evaluate: Evaluate | None) -> None:
-        """Evaluate if an evaluation is due after the last step and not done yet."""
-        number = self.progress.step
-        if number % self.config.evaluation.every == 0 or number == total:
-            self._evaluate(evaluate, is_last=number == total)
+    def _evaluates_ahead(self, total: int, evaluate: Evaluate | None) -> bool:
+        """Return whether the evaluation after the last step is due and may run while the next step trains."""
+        has_queue = self.ahead is not None and self.config.trainer.lead > 0
+        is_between_steps = 0 < self.progress.step < total and not self.run.interrupted
+        return self.evaluations.is_due and has_queue and is_between_steps and isinstance(evaluate, EnginesOnly)
 
-    def _evaluate(self, evaluate: Evaluate | None, *, is_last: bool) -> None:
-        """Evaluate the policy after the last step, unless that is done; with a lead, while the next step trains."""
-        if evaluate is None or not self.evaluations.needs(self._place):
+    def _evaluate(self, total: int, evaluate: Evaluate | None) -> None:
+        """Evaluate the policy after the last step if that is due; with a lead, while the next step trains."""
+        self.evaluations.is_due &= evaluate is not None
+        if evaluate is None or not self.evaluations.is_due:
             return
-        number, has_queue = self.progress.step, self.ahead is not None and self.config.trainer.lead > 0
-        if number and has_queue and isinstance(evaluate, EnginesOnly) and not (is_last or self.run.interrupted):
+        number = self.progress.step
+        if self._evaluates_ahead(total, evaluate):
             context = StepContext(number, self.progress, self.store.lease(f"the evaluation after step {number}"))
             session = copy.copy(self)  # whose progress, and seeds of plans, remain those of the last step
             session.groups = with_seed(self.groups, step_seed(self.config.seed, *self._place))
@@ -386,7 +382,7 @@ class Session:
         with step.lease, step.timer("evaluate"):
             evaluate(self, step)
         self._log(step, "evaluation")
-        self.evaluations.done = self._place
+        self.evaluations.is_due = False
 
     def finish_evaluation(self) -> None:
         """Wait for the evaluation under way, if any, and log it.

@@ -6,8 +6,9 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 2. metrics and timers belong to one step, so a step that fails leaves nothing in the records of a later one.
 """
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +20,14 @@ from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import Lease
 from rlpack.distributed.calls import Pending
+from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
 from rlpack.packing import MicrobatchPlan
 from rlpack.packing.analysis.rank_loads import sequence_length_metrics
 from rlpack.recipes.driver.progress import Progress
 from rlpack.spans import span
+
+logger = logging.getLogger(__name__)
 
 # A metric that is summed within an optimizer step is already a mean over tokens or rows, so steps are averaged.
 _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
@@ -82,6 +86,15 @@ class StepContext:
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
         self.progress = replace(self.progress, **changes)
+
+    def discard_calls(self, groups: Mapping[str, WorkerGroup[Any]]) -> None:
+        """Discard the results of calls that the step never waited for; running background calls finish unobserved."""
+        discarded = [name for group in groups.values() for name in group.discard_submitted()]
+        if discarded:
+            logger.warning(
+                "step %d of %s ended without waiting for %d of its calls, whose results are discarded: %s",
+                *(self.number, self.progress.phase, len(discarded), ", ".join(discarded)),
+            )
 
     def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
         """Count the actor's optimizer steps, and record the metrics of the given steps, reduced to one number each.

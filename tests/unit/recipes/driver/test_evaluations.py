@@ -238,7 +238,9 @@ def run_until_killed(
             raise KilledError
 
     def commit() -> None:
-        checkpoint, is_due = folder / f"step-{session.progress.step}", session.evaluations.is_under_way
+        checkpoint = folder / f"step-{session.progress.step}"
+        is_due = session.evaluations.is_due or session.evaluations.is_under_way
+        assert not engines.is_busy.locked(), "the checkpoint waits for the evaluation, to read the waiting batch"
         checkpoint.mkdir()
         cast(AheadQueue, session.ahead).save(checkpoint)
         moment()

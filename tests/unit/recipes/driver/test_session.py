@@ -212,14 +212,14 @@ def test_an_evaluation_or_checkpoint_that_fails_is_repeated_when_the_steps_conti
 
 def test_a_resumed_run_does_not_repeat_the_evaluation_of_its_checkpoint(tmp_path: Path):
     session = session_of(tmp_path, evaluation=Evaluation(every=2))
-    session.progress = replace(session.progress, phase="train", step=2)
+    session.progress, session.evaluations.is_due = replace(session.progress, phase="train", step=2), False
     walk(session, 3)
     assert run_of(session).logged == [("train", 3), ("evaluation", 3)]
 
 
 def test_a_step_that_fails_after_a_resume_is_repeated_without_saving_the_checkpoint_again(tmp_path: Path):
     session = session_of(tmp_path, evaluation=Evaluation(every=2), checkpoint=Checkpoint(every=2))
-    session.progress = replace(session.progress, phase="train", step=2)
+    session.progress, session.evaluations.is_due = replace(session.progress, phase="train", step=2), False
     for _ in session.steps("train", 3, lambda session, step: None):
         break  # as an error would
     list(session.steps("train", 3, lambda session, step: None))
