@@ -21,7 +21,7 @@ def termination_as_keyboard_interrupt() -> Iterator[None]:
 
     This distinguishes them from a KeyboardInterrupt that user code raises. A second SIGTERM or SIGHUP is ignored:
     `timeout` signals the process and its group, a closing terminal sends several. Under `nohup`, SIGHUP stays ignored,
-    and SIGINT does in the background of a script.
+    and SIGINT does in the background of a script. The only argument of the `Interrupted` is the signal's number.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +32,7 @@ def termination_as_keyboard_interrupt() -> Iterator[None]:
             signal.signal(handled, signal.SIG_IGN)
         if number == signal.SIGHUP:
             leave_closed_terminal()
-        raise Interrupted
+        raise Interrupted(number)
 
     before = {
         number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if not is_ignored_hangup(number)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rlpack.cli.hydra_text import hydra_text
 from rlpack.observe.run_dir import CHECKPOINTS
+from rlpack.user_code import Interrupted
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
         try:
             code = attempt.wait()
             return code, is_interrupted or -code in _ON_PURPOSE
-        except KeyboardInterrupt:  # of SIGTERM and SIGHUP, too
+        except KeyboardInterrupt as interrupt:
             is_interrupted = True
-            attempt.send_signal(signal.SIGINT)
+            # The signal itself: a scheduler that sends SIGTERM to all processes reaches the attempt directly, too, and
+            # a run counts two SIGTERMs within a second as one, but a SIGINT after a SIGTERM as a request to end at once.
+            attempt.send_signal(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT)

@@ -1,10 +1,61 @@
 """Attempts of supervised runs; `tests/end_to_end/test_supervise.py` kills and continues real ones."""
 
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rlpack.cli.signals import termination_as_keyboard_interrupt
 from rlpack.cli.supervise import supervise
+
+# An attempt that writes the name of the first signal it receives, and ends as an interrupted run.
+ATTEMPT = f"""#!{sys.executable}
+import signal, sys
+from pathlib import Path
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: (Path("received").write_text(signal.Signals(number).name), sys.exit(130)))
+Path("ready").touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """Restore the handlers of signals that a command ignores once it was signalled."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_attempt_gets_the_signal_that_its_supervisor_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual_handlers: None, number: signal.Signals
+):
+    # A run that a scheduler also sends SIGTERM to takes both for one, but a SIGINT for the request to end at once.
+    attempt = tmp_path / "attempt"
+    attempt.write_text(ATTEMPT)
+    attempt.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(attempt))
+
+    def stop() -> None:
+        until = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=stop, daemon=True).start()
+    with termination_as_keyboard_interrupt():
+        assert supervise([], "run", 3) == 130
+    assert (tmp_path / "received").read_text() == number.name
 
 
 def test_files_of_the_working_directory_replace_no_module_of_an_attempt(
