@@ -108,6 +108,6 @@ def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
             return code, is_interrupted or -code in _ON_PURPOSE
         except KeyboardInterrupt as interrupt:
             is_interrupted = True
-            # The signal itself: a scheduler that sends SIGTERM to all processes reaches the attempt directly, too, and
-            # a run counts two SIGTERMs within a second as one, but a SIGINT after a SIGTERM as a request to end at once.
+            # The signal itself: a scheduler that sends SIGTERM to all processes reaches the attempt directly, too. A
+            # run counts two SIGTERMs within a second as one, but ends at once if a SIGINT follows a SIGTERM.
             attempt.send_signal(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT)
