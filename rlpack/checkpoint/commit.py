@@ -33,7 +33,7 @@ from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import discard_folder, flush, write_flushed
 from rlpack.checkpoint.publish import MANIFEST, MARKER, publish_folder, strict_json
-from rlpack.checkpoint.validity import FORMAT, STATE, fault_of, is_marked
+from rlpack.checkpoint.validity import FORMAT, STATE, fault_of, is_file, is_marked
 from rlpack.safe_files import read_json, read_object
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def newest(root: Path) -> Path | None:
     recorded in them, so that `prune` doesn't keep damaged checkpoints instead of valid ones.
 
     Raises:
-        CheckpointError: the newest intact one was written by another version of rlpack.
+        CheckpointError: the newest intact one was written by another version of rlpack, or one can't be read.
     """
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
@@ -166,10 +166,15 @@ def hashes_of(checkpoint: Path) -> dict[str, str]:
 
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
-    """Return the newest committed checkpoint that is damaged, and what is wrong with it; None if there is none."""
+    """Return the newest committed checkpoint that is damaged, and what is wrong with it; None if there is none.
+
+    Raises:
+        CheckpointError: see `fault_of`.
+    """
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
-        if (folder / MARKER).is_file() and (fault := fault_of(folder)) is not None:
+        fault = fault_of(folder)  # first, since it explains why a folder can't be read
+        if fault is not None and is_file(folder / MARKER):
             return folder, fault
     return None
 
@@ -257,10 +262,19 @@ def _delete(folder: Path) -> None:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Return the steps that have a directory, committed or not."""
-    if not root.is_dir():
+    """Return the steps that have a directory, committed or not.
+
+    Raises:
+        CheckpointError: the directory can't be read, so that its checkpoints are unknown.
+    """
+    try:
+        matches = [_STEP_FOLDER.match(path.name) for path in root.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = [_STEP_FOLDER.match(path.name) for path in root.iterdir() if path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in {root} can't be listed: {error}; check the disk and the permissions and try again"
+        ) from error
     return [int(match.group(1)) for match in matches if match]
 
 

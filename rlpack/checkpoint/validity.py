@@ -5,6 +5,7 @@ Only JSON is parsed here, and nothing else is opened except to hash it.
 
 import errno
 import re
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -22,12 +23,10 @@ from rlpack.safe_files import read_object, read_text
 FORMAT = 5
 STATE = "state.json"
 _VERSION = re.compile(r"[\w.+ -]{1,60}", re.ASCII)
-# Errors of a read that say nothing about the file: those of a device, a file server or this process's limits.
-_TRANSIENT = {
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
-}
-# Pause before such a read is repeated, in seconds.
+# Errors of a read that tell what is in the folder. All others say nothing about the file: they are those of a device, a
+# file server, permissions or this process's limits. Errors without a number are those of `open_regular`.
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None}
+# Pause before a read that failed with any other error is repeated, in seconds.
 _PAUSE_S = 1.0
 
 
@@ -36,7 +35,7 @@ def is_marked(folder: Path) -> bool | None:
     try:
         return _marker_matches(folder)
     except OSError as error:
-        return None if error.errno in _TRANSIENT else False
+        return False if error.errno in _DAMAGE else None
 
 
 def _marker_matches(folder: Path) -> bool:
@@ -50,27 +49,42 @@ def fault_of(folder: Path, only: str | None = None) -> str | None:
     """Return why a checkpoint is invalid, or None; `only` limits the check to one file.
 
     Raises:
-        CheckpointError: another version of rlpack wrote it, or it can't be read for a reason that may pass, so that an
-            older one should not be taken for the newest.
+        CheckpointError: another version of rlpack wrote it, or it can't be read for a reason other than its content, so
+            that an older one should not be taken for the newest.
     """
     for is_last in (False, True):
         try:
             return _damage(folder, only)
         except OSError as error:
-            if error.errno not in _TRANSIENT:
+            if error.errno in _DAMAGE:
                 return str(error)
             if is_last:
                 raise CheckpointError(
-                    f"checkpoint {folder} can't be read: {error}; check the disk and try again, or rename the folder "
-                    "to resume from the checkpoint before it"
+                    f"checkpoint {folder} can't be read: {error}; check the disk and the permissions and try again, or "
+                    "rename the folder to resume from the checkpoint before it"
                 ) from error
             time.sleep(_PAUSE_S)
     raise AssertionError("the second attempt returns or raises")
 
 
+def is_file(path: Path) -> bool:
+    """Return whether there is a regular file, or a link to one.
+
+    Raises:
+        OSError: that can't be told, for example because of an error of the file server. (From Python 3.14 on,
+            `Path.is_file` would return False.)
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            return False
+        raise
+
+
 def _damage(folder: Path, only: str | None) -> str | None:
     """Return what is wrong with a checkpoint's files; arguments and errors are those of `fault_of`, and OSError."""
-    if not (folder / MARKER).is_file():
+    if not is_file(folder / MARKER):
         return f"it was never committed (no {MARKER})"
     if not _marker_matches(folder):
         return f"{MARKER} and {MANIFEST} don't match"
@@ -140,7 +154,7 @@ def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None
     path = folder / parts
     if not name.isprintable() or parts.is_absolute() or ".." in parts.parts or path.is_symlink():
         return f"{name!r} is not a regular file inside the checkpoint"
-    if not path.is_file():
+    if not is_file(path):
         return f"{name} is missing"
     if path.stat().st_size != entry["size"]:
         return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"

@@ -386,9 +386,19 @@ def test_checkpoints_beyond_the_number_kept_make_room(tmp_path: Path, monkeypatc
         assert names(tmp_path)[-3:] == ["step-3", "step-4", "step-5"]
 
 
-@pytest.mark.parametrize("file", ["COMMITTED", "manifest.json", "state.json", "actor/shard-0.bin"])
+@pytest.mark.parametrize(
+    ("file", "number"),
+    [
+        ("COMMITTED", errno.EIO),
+        ("manifest.json", errno.ESHUTDOWN),
+        ("state.json", errno.ENOTCONN),
+        ("actor/shard-0.bin", errno.EHOSTDOWN),
+        ("actor/shard-0.bin", errno.EREMOTEIO),
+        ("actor/shard-0.bin", errno.EACCES),
+    ],
+)
 def test_a_file_that_cannot_be_read_for_the_moment_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int
 ) -> None:
     for step in (1, 2):
         save(tmp_path, step)
@@ -399,17 +409,46 @@ def test_a_file_that_cannot_be_read_for_the_moment_is_no_damage(
         nonlocal failures
         if failures and Path(path) == tmp_path / "step-2" / file:
             failures -= 1
-            raise OSError(errno.EIO, "Input/output error", str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return open_file(path, *arguments)
 
     monkeypatch.setattr("os.open", unsteady)
     monkeypatch.setattr(validity, "_PAUSE_S", 0.0)
     assert newest(tmp_path) == tmp_path / "step-2"
     failures = 2
-    with pytest.raises(CheckpointError, match=r"step-2 can't be read: .*Input/output error.*; check the disk and try"):
+    with pytest.raises(CheckpointError, match=rf"step-2 can't be read: .*{os.strerror(number)}.*; check the disk and"):
         newest(tmp_path)
     assert not (tmp_path / "step-2" / "DAMAGED").exists()
     assert newest(tmp_path) == tmp_path / "step-2"
+
+
+def test_a_folder_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    stat = os.stat
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if Path(path).parent == tmp_path / "step-1":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr("os.stat", refuse)
+    monkeypatch.setattr(validity, "_PAUSE_S", 0.0)
+    for find in (newest, newest_damage):
+        with pytest.raises(CheckpointError, match=r"step-1 can't be read: .*Permission denied"):
+            find(tmp_path)
+    assert not os.path.lexists(tmp_path / "step-1" / "DAMAGED")
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    save(tmp_path, 1)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match=r"can't be listed: .*Input/output error"):
+        newest(tmp_path)
 
 
 def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_one_before(
