@@ -3,14 +3,15 @@
     <root>/.tmp-<step>-<nonce>/     ranks write their shards here; state.json and manifest.json come last
         flush files and directories
     <root>/step-<N>/                renamed from the above
-    <root>/step-<N>/COMMITTED       SHA-256 of the manifest, flushed; from now on the checkpoint is valid
+    <root>/step-<N>/.COMMITTED      SHA-256 of the manifest, flushed
+    <root>/step-<N>/COMMITTED       renamed from the above; from now on the checkpoint is valid
     <root>/latest                   a hint for humans, replaced by rename; loading ignores it
         prune
 
 Invariants (tests/unit/checkpoint):
 1. If a save is killed before any of its file operations, the previous checkpoint can still be loaded.
 2. A changed, truncated or missing byte in a listed file, the manifest or the marker invalidates the checkpoint.
-3. Everything else is on disk before the marker is.
+3. Everything else is on disk before the marker is, and the marker has all of its content or doesn't exist.
 4. Pruning keeps the two newest committed checkpoints that aren't known to be damaged, and deletes a marker before the
    files.
 5. A checkpoint of another format, or of a newer version of rlpack, is refused; it isn't damaged, so no older one is
@@ -31,7 +32,7 @@ from typing import Any
 
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import discard_folder, flush, write_flushed
+from rlpack.checkpoint.files import discard_folder, write_whole
 from rlpack.checkpoint.publish import MANIFEST, MARKER, publish_folder, strict_json
 from rlpack.checkpoint.validity import FORMAT, STATE, fault_of, is_file, is_marked
 from rlpack.safe_files import read_json, read_object
@@ -92,10 +93,7 @@ class Staging:
         aside = self.root / f".replaced-{self.step}-{secrets.token_hex(4)}"
         manifest = publish_folder(self.path, target, version, aside=aside)
         self.committed = target
-        hint = self.root / f".{HINT}"  # a fixed name, so that the next save overwrites what a crash leaves
-        write_flushed(hint, target.name + "\n")
-        hint.replace(self.root / HINT)
-        flush(self.root)
+        write_whole(self.root / HINT, target.name + "\n")
         return manifest
 
 

@@ -40,12 +40,17 @@ def flush_tree(folder: Path) -> None:
         flush(Path(parent))
 
 
-def write_flushed(path: Path, text: str) -> None:
-    """Write a text file, and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as stream:
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that exists with all of its content or not at all, and wait until it is on disk.
+
+    It is written as `.<name>`, which a crash may leave and the next call overwrites, and then renamed.
+    """
+    staging = path.with_name(f".{path.name}")
+    with staging.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+    staging.replace(path)
     flush(path.parent)
 
 

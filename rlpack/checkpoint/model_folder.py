@@ -4,7 +4,7 @@
         hash all files into manifest.json, and flush files and directories
     <parent>/.replaced-<name>-*/     an earlier folder, renamed; deleted last
     <parent>/<name>/                 renamed from .tmp-*
-    <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed
+    <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed; renamed from .COMMITTED
 
 Invariants (tests/unit/checkpoint/test_model_folder.py):
 1. If writing fails, the earlier folder is unchanged. After a kill between the two renames, the next writer first

@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, write_flushed
+from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, write_whole
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 
@@ -46,7 +46,7 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
             aside.rename(target)
         raise
     flush(target.parent)
-    write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
+    write_whole(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
     return manifest
 
 

@@ -469,7 +469,7 @@ def test_all_files_and_directories_are_on_the_disk_before_the_rename_and_the_mar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def seen_fsync(descriptor: int) -> None:
         events.append("fsync " + os.readlink(f"/proc/self/fd/{descriptor}").replace(str(tmp_path), ""))
@@ -480,13 +480,40 @@ def test_all_files_and_directories_are_on_the_disk_before_the_rename_and_the_mar
         return rename(source, target)
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
+
+    def seen_replace(source: Path, target: Path) -> Path:
+        events.append(f"rename to /{target.relative_to(tmp_path)}")
+        return replace(source, target)
+
     monkeypatch.setattr(Path, "rename", seen_rename)
+    monkeypatch.setattr(Path, "replace", seen_replace)
     save(tmp_path, 1)
     cut = events.index("rename to /step-1")
     before = {event.split("/", 2)[2] if event.count("/") > 1 else "" for event in events[:cut]}
     assert before == {"", "actor", "actor/shard-0.bin", "state.json", "manifest.json"}
     after = events[cut + 1 :]
-    assert after[:3] == ["fsync ", "fsync /step-1/COMMITTED", "fsync /step-1"]
+    marker = ["fsync /step-1/.COMMITTED", "rename to /step-1/COMMITTED", "fsync /step-1"]
+    assert after == ["fsync ", *marker, "fsync /.latest", "rename to /latest", "fsync "]
+
+
+def test_a_disk_that_fills_up_at_the_marker_leaves_an_uncommitted_checkpoint_and_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("COMMITTED"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(tmp_path, 1)
+    assert newest(tmp_path) is None
+    assert newest_damage(tmp_path) is None
+    save(tmp_path, 1)
+    assert newest(tmp_path) == tmp_path / "step-1"
 
 
 def test_the_state_holds_strict_json_only(tmp_path: Path) -> None:
