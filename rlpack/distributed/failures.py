@@ -9,12 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed.errors import RankError, RoleError
 
 # Neighbors of a rank that dies in a collective may fail a moment before its death is known; wait this long for it.
 _CAUSE_GRACE_S = 1.0
+
+# What Ray raises for a process that ended; one that its memory monitor killed has an error without the actor's id.
+DEATHS = (RayActorError, OutOfMemoryError)
 
 # Submission order of all calls of this process, across pools.
 _ORDER = count()
@@ -58,6 +61,11 @@ def rank_calls(
     return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
 
 
+def is_death(error: BaseException | None) -> bool:
+    """Return whether an error says that a process ended: one that was called, or one that a call depended on."""
+    return isinstance(error, DEATHS)
+
+
 def first_cause(
     calls: Sequence[RankCall], failed: ray.ObjectRef, pending: list[ray.ObjectRef], error: RayError
 ) -> tuple[RankCall, RayError]:
@@ -83,7 +91,7 @@ def first_cause(
     in_background = {f"{call.role}.{call.method}" for call in calls if call.background}
 
     def precedence(call: RankCall) -> tuple[bool, bool, int, bool]:
-        died = isinstance(failures[call.ref], RayActorError)
+        died = is_death(failures[call.ref])
         return not died, f"{call.role}.{call.method}" in in_background, call.order, call.ref != failed
 
     cause = min((call for call in calls if call.ref in failures), key=precedence)
@@ -92,11 +100,19 @@ def first_cause(
 
 def describe_error(error: RayError) -> str:
     """Describe an error in one line: for an exception of a task, with its type and its place in a user's code."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS):
+        return f"a process that the call got data from has ended: {describe_error(error.cause)}"
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
         place = _place(str(error))  # which contains the traceback
         return text if place in text else text + place
+    if isinstance(error, OutOfMemoryError):
+        return (
+            "the process was killed by Ray's memory monitor, since its node ran out of memory; place fewer ranks or "
+            "smaller batches there, end other programs, or raise Ray's limit (RAY_memory_usage_threshold, a share of "
+            "the node's memory, in the environment of the node's Ray)"
+        )
     if isinstance(error, RayActorError):
         return (
             "the process died; its log, in the Ray session's logs folder, says why (out of memory, a signal, a crash)"
@@ -120,7 +136,7 @@ def describe_context(
     if earlier and isinstance(cause, RayTaskError) and isinstance(cause.cause, RuntimeError):
         first = earlier[0]
         return f"; rank {first.rank} had not answered {first.role}.{first.method} before, which may be why"
-    if isinstance(cause, RayActorError) and in_background:
+    if is_death(cause) and in_background:
         return f"; under way in the background: {', '.join(dict.fromkeys(in_background))}"
     return ""
 

@@ -23,7 +23,7 @@ from threading import RLock
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from rlpack.config.schema import Placement, Pool
@@ -239,8 +239,9 @@ class RestartablePool(ABC):
                     if stopped:
                         explained = error_beside_stopped(call, cause, stopped)
                         raise _killed(pools, _hung(stopped, pools), explained) from cause
-                call = _call_of_dead_rank(cause, under_way, pools) or call
-                raise _killed(pools, _with_dead_rank(cause, pools), self._failure(call, cause, earlier)) from cause
+                dead = _pools_of_dead(cause, call, pools)
+                call = _call_of_dead_rank(cause, call, under_way, pools)
+                raise _killed(pools, dead, self._failure(call, cause, earlier)) from cause
             if earlier.pop(ref, None) is None:
                 results[ref] = value
                 pending.remove(ref)
@@ -274,20 +275,24 @@ class RestartablePool(ABC):
         return error
 
 
-def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RestartablePool]) -> RankCall | None:
-    """Return a call of the process that died; None if no process died, or none of the calls is its own.
+def _call_of_dead_rank(
+    cause: RayError, failed: RankCall, calls: Sequence[RankCall], pools: set[RestartablePool]
+) -> RankCall:
+    """Return a call of the process that died; `failed` if no process died, or none of the calls is its own.
 
-    The call may differ from the one whose failure was noticed first.
+    The call may differ from the one whose failure was noticed first, unless the error doesn't say which process died.
     """
     if not isinstance(cause, RayActorError):
-        return None
+        return failed
     dead = {(role, pool._pool.rank_of(cause.actor_id)) for pool in pools for role in pool._pool.roles}
     own = [call for call in calls if (call.role, call.rank) in dead]
-    return next((call for call in own if not call.background), own[0] if own else None)
+    return next((call for call in own if not call.background), own[0] if own else failed)
 
 
-def _with_dead_rank(cause: RayError, pools: set[RestartablePool]) -> set[RestartablePool]:
+def _pools_of_dead(cause: RayError, failed: RankCall, pools: set[RestartablePool]) -> set[RestartablePool]:
     """Return the pools whose process died, now or before a restart."""
+    if isinstance(cause, OutOfMemoryError) and not isinstance(cause, RayTaskError):  # it names no process
+        return {pool for pool in pools if failed.role in (*pool._pool.roles, f"pool {pool._pool.name}")}
     return {pool for pool in pools if isinstance(cause, RayActorError) and pool._pool.has_had(cause.actor_id)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed import failures
 from rlpack.distributed.failures import RankCall, deadline_error, describe_context, error_beside_stopped, first_cause
@@ -76,14 +76,15 @@ def test_a_method_of_another_role_with_the_same_name_does_not_hide_it_either(mon
     assert blamed(monkeypatch, calls, "actor.logprobs 2 1", errors) == "critic.values 1 1"
 
 
-def test_a_dead_process_comes_first_and_the_background_last(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("killed by Ray's memory monitor")])
+def test_a_dead_process_comes_first_and_the_background_last(monkeypatch: pytest.MonkeyPatch, death: RayError):
     calls = calls_of("slow.score", "one.update", "one.prepare")
     errors: dict[Any, RayError] = {
         "slow.score 0 0": failure(ValueError("apart")),
         "one.prepare 2 1": failure(ValueError("own")),
     }
     assert blamed(monkeypatch, calls, "slow.score 0 0", errors) == "one.prepare 2 1"
-    errors["one.prepare 2 0"] = RayActorError()
+    errors["one.prepare 2 0"] = death
     assert blamed(monkeypatch, calls, "slow.score 0 0", errors) == "one.prepare 2 0"
 
 

@@ -1,0 +1,92 @@
+"""What a pool does after a death, without Ray: a test says what its ranks answer."""
+
+import threading
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
+
+from rlpack.distributed import restartable_pool
+from rlpack.distributed.answers import Answer
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.failures import RankCall
+from rlpack.distributed.ranks import RayRanks
+from rlpack.distributed.restartable_pool import LostRanksError
+from rlpack.distributed.restarts import Restarts
+from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.distributed.usage import UsageLog
+
+MEMORY = "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.2) was 0.96 ..."
+
+
+class Processes:
+    """The processes of a pool of two ranks; records what is done to them."""
+
+    name, roles, processes, actors = "generation", ("rollout",), None, ()
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+    def start_again(self, finish: Any) -> None:
+        self.done.append("start again")
+
+    def has_had(self, actor_id: str) -> bool:
+        return actor_id == "rank 1"
+
+    def rank_of(self, actor_id: str) -> int | None:
+        return 1 if actor_id == "rank 1" else None
+
+
+def pool_of(processes: Processes, *, is_restartable: bool = True) -> RayRanks:
+    ranks = RayRanks.__new__(RayRanks)
+    ranks.is_restartable, ranks.num_starts, ranks._is_ended, ranks._is_restarting = is_restartable, 1, False, False
+    ranks._pool, ranks._store = cast(Any, processes), Mock(producer_of=lambda error: None)
+    ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), [], SubmittedCalls()
+    ranks._submitting, ranks._call_s, ranks._start_s, ranks._usage = threading.RLock(), 60.0, 60.0, UsageLog()
+    return ranks
+
+
+def died(actor: str = "rank 1") -> ActorDiedError:
+    error = ActorDiedError()
+    error.actor_id = actor
+    return error
+
+
+def call_of_rank(rank: int, role: str = "rollout") -> RankCall:
+    return RankCall(cast(Any, f"reference {rank}"), role, rank, "generate", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(died(), "the process died; "), (OutOfMemoryError(MEMORY), "the process was killed by Ray's memory monitor, ")],
+)
+@pytest.mark.parametrize("role", ["rollout", "pool generation"])
+def test_a_pool_that_can_be_started_again_is_so_after_each_kind_of_death(
+    monkeypatch: pytest.MonkeyPatch, error: RayError, text: str, role: str
+):
+    processes, call = Processes(), call_of_rank(1, role)
+    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: Answer(call.ref, None, error))
+    with pytest.raises(LostRanksError) as lost:
+        pool_of(processes)._wait([call], 60.0)
+    assert (lost.value.error.role, lost.value.error.rank, processes.done) == (role, 1, [])
+    assert lost.value.error.cause.startswith(text)
+    assert "\n" not in str(lost.value.error)
+    with pytest.raises(RoleError, match="resume=auto continues from the newest checkpoint"):
+        pool_of(processes, is_restartable=False)._wait([call], 60.0)
+    assert processes.done == ["kill"]
+
+
+def test_a_death_outside_of_the_pool_is_no_death_of_its_rank(monkeypatch: pytest.MonkeyPatch):
+    """A rank raises it for a process whose rows it was to get."""
+    processes, call = Processes(), call_of_rank(1)
+    for cause in (died("another"), OutOfMemoryError(MEMORY)):
+        error = RayTaskError("measure", "its traceback", cause).as_instanceof_cause()
+        answer = Answer(call.ref, None, error)
+        monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline, answer=answer: answer)
+        with pytest.raises(RoleError, match="a process that the call got data from has ended: the process "):
+            pool_of(processes)._wait([call], 60.0)
+    assert processes.done == ["kill", "kill"]
