@@ -11,7 +11,9 @@ from ray.exceptions import GetTimeoutError
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
+from rlpack.batch.offload import select_rows
 from rlpack.batch.remote import Handle, RemoteColumn
+from rlpack.distributed.failures import DEATHS
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class ObjectHandle:
         node: where the object is; None on a rank, which only received the handle.
         source: returns the rank on the object's node that copies rows for other nodes; None for objects of the driver.
         producer: role and rank that stored it.
+        whole: of a copy of some rows: reference to the object that they are copied from, and the rows by column (int64
+            [n]). The object outlives the rank that copies. None for other handles.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class ObjectHandle:
         source: Callable[[], Any] | None = None,
         producer: tuple[str, int | None] | None = None,
         when_freed: Callable[[], None] = lambda: None,
+        whole: tuple[ray.ObjectRef, dict[str, np.ndarray]] | None = None,
     ) -> None:
         self._ref: ray.ObjectRef | None = ref
         self._when_freed = when_freed
@@ -45,6 +50,7 @@ class ObjectHandle:
         self.node = node
         self.source = source
         self.producer = producer
+        self.whole = whole
 
     @property
     def is_readable(self) -> bool:
@@ -65,14 +71,19 @@ class ObjectHandle:
     def free(self, released: str) -> None:
         """Drop the reference to the object; `released` says when, for the error of a later read."""
         if self._ref is not None:
-            self._ref, self._released = None, released
+            self._ref, self.whole, self._released = None, None, released
             self._when_freed()
 
     def __del__(self) -> None:
         self.free("when they were no longer referenced")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ObjectHandle, (self.ref,)
+        return _received, (self.ref, self.whole)
+
+
+def _received(ref: ray.ObjectRef, whole: tuple[ray.ObjectRef, dict[str, np.ndarray]] | None) -> ObjectHandle:
+    """Return a handle as a rank receives it."""
+    return ObjectHandle(ref, whole=whole)
 
 
 def released_error(released: str) -> DataError:
@@ -103,9 +114,27 @@ class ObjectReader:
             raise released_error(END_OF_CALL)
         missing = [one for one in handles if isinstance(one, ObjectHandle) and one not in self._columns]
         if missing:
-            columns = get_objects([handle.ref for handle in missing], self._timeout_s)
-            self._columns |= zip(missing, columns, strict=True)
+            self._columns |= zip(missing, self._read(missing), strict=True)
         return [self._columns[handle] for handle in handles]
+
+    def _read(self, handles: Sequence[ObjectHandle]) -> list[Mapping[str, Any]]:
+        try:
+            return get_objects([handle.ref for handle in handles], self._timeout_s)
+        except DEATHS:  # of a rank that was to copy rows
+            return [self._read_one(handle) for handle in handles]
+
+    def _read_one(self, handle: ObjectHandle) -> Mapping[str, Any]:
+        """Return the columns of an object; if the rank that was to copy its rows died, from the whole object."""
+        try:
+            return get_objects([handle.ref], self._timeout_s)[0]
+        except DEATHS as error:
+            if handle.whole is None:
+                raise
+            logger.warning(
+                "a process that was to copy rows has ended (%s); the whole object is read", type(error).__name__
+            )
+            ref, rows = handle.whole
+            return select_rows(get_objects([ref], self._timeout_s)[0], rows)
 
     def close(self) -> None:
         """Drop all columns that were read."""
@@ -149,8 +178,8 @@ def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     """Return the batch as a rank on `node` receives it.
 
     Objects on that node are read in place. Of objects on other nodes, the handle's `source` copies the rows that the
-    shard has, so that only these travel. If `node` is None, every object counts as remote. Objects of the driver have
-    no `source` and travel whole.
+    shard has, so that only these travel; if it has died, the whole object does. If `node` is None, every object counts
+    as remote. Objects of the driver have no `source` and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
@@ -162,7 +191,9 @@ def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     if not rows_by_handle:
         return batch
     cuts: dict[Handle, Handle] = {
-        handle: ObjectHandle(handle.source().copy_rows.remote(handle.ref, rows), producer=handle.producer)
+        handle: ObjectHandle(
+            handle.source().copy_rows.remote(handle.ref, rows), producer=handle.producer, whole=(handle.ref, rows)
+        )
         for handle, rows in rows_by_handle.items()
         if handle.source is not None
     }

@@ -317,27 +317,12 @@ class RayStore:
             RoleError: the objects are lost, or don't arrive in time.
         """
         try:
-            return self._read(for_node(batch, None))
-        except RayActorError:  # the rank that would copy these rows has died; its objects have not
-            return self._read_whole(batch)
+            here = for_node(batch, None).copy()
+            here.reader = ObjectReader(self._wait_s)
+            return BatchedDataDict(dict(here), row_ids=here.row_ids)
         except RayError as error:
-            raise self._unreadable(error) from error
-
-    def _read_whole(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns, from the whole objects that have them."""
-        try:
-            return self._read(batch)
-        except RayError as error:
-            raise self._unreadable(error) from error
-
-    def _read(self, batch: BatchedDataDict) -> BatchedDataDict:
-        here = batch.copy()
-        here.reader = ObjectReader(self._wait_s)
-        return BatchedDataDict(dict(here), row_ids=here.row_ids)
-
-    def _unreadable(self, error: RayError) -> RoleError:
-        role, rank = self.producer_of(error) or (DRIVER, None)
-        return RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}")
+            role, rank = self.producer_of(error) or (DRIVER, None)
+            raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
 
     def producer_of(self, error: BaseException) -> tuple[str, int | None] | None:
         """Return role and rank that stored an object reported as lost; None if the error is about another object."""
