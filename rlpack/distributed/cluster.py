@@ -71,6 +71,8 @@ class Cluster:
     ) -> None:
         """End every process of the run, immediately if the run failed, and leave the cluster."""
         for ranks in self._pools.values():
+            ranks.end()
+        for ranks in self._pools.values():
             if error is None:
                 ranks.close()
             else:

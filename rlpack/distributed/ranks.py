@@ -280,6 +280,7 @@ class RayRanks(RestartablePool):
 
     def close(self) -> None:
         """Shut the processes down, kill those that don't answer, and free their resources."""
+        self.end()
         closed = [actor.close.remote() for actor in self._pool.actors]
         ray.wait(closed, num_returns=len(closed), timeout=CLOSE_S)
         self.kill()

@@ -30,7 +30,14 @@ from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import MAX_RANKS_PER_CORE
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.local_ray import start_local_ray
-from rlpack.distributed.ray_internals import available_memory, find, largest_slow_store, logs_folder, shared_memory
+from rlpack.distributed.ray_internals import (
+    available_memory,
+    find,
+    forbid_implicit_start,
+    largest_slow_store,
+    logs_folder,
+    shared_memory,
+)
 from rlpack.distributed.ray_watch import (
     LOOK_S,
     RayWatch,
@@ -83,7 +90,11 @@ def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster, and stop it if this process started it."""
+    """Leave the cluster, and stop it if this process started it.
+
+    A thread that still waits for a call gets an error: it does not start a Ray by that, as it otherwise would.
+    """
+    forbid_implicit_start()
     watch, has_ended = current(), ray_ended()
     if watch is not None:
         watch.stop_watching()

@@ -68,6 +68,11 @@ def read_token_again() -> None:
         logger.warning("Ray %s can't read its token again; it may protect this run by none", ray.__version__)
 
 
+def forbid_implicit_start() -> None:
+    """Let no function of Ray start a Ray or join one by itself; `ray.init` still does."""
+    private_module("auto_init_hook").enable_auto_connect = False
+
+
 def available_memory() -> float:
     """Return the bytes of memory that are free, within the limit of a container."""
     estimate = find("_private.utils", "estimate_available_memory")

@@ -88,7 +88,7 @@ class RestartablePool(ABC):
         self._store = store
         self._restarts = Restarts() if restarts is None else restarts
         self._after_restart: list[Callable[[], None]] = []
-        self._is_restarting = False
+        self._is_restarting = self._is_ended = False
         self._submitted = SubmittedCalls()
         # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
         # A restart holds it, too.
@@ -140,8 +140,13 @@ class RestartablePool(ABC):
         except LostRanksError as lost:
             self._start_again(lost, self.num_starts)  # which builds it, too
 
+    def end(self) -> None:
+        """Let no later loss start the processes again: threads may still wait for calls when a run ends."""
+        self._is_ended = True
+
     def kill(self) -> None:
-        """Kill the processes and free their resources."""
+        """Kill the processes for good, and free their resources."""
+        self.end()
         self._pool.kill()
 
     @abstractmethod
@@ -163,7 +168,8 @@ class RestartablePool(ABC):
             num_starts: value of `self.num_starts` when that call was started.
 
         Raises:
-            RoleError: that of `lost`, since the role was started again too often; or a process failed to start.
+            RoleError: that of `lost`, since the role was started again too often, or the pool was ended; or a process
+                failed to start.
             LostRanksError: a function given to `after_restart` made the call; the restart begins again.
         """
         with self._submitting:
@@ -171,6 +177,7 @@ class RestartablePool(ABC):
                 raise lost
             if num_starts != self.num_starts:
                 return
+            self._raise_if_ended(lost)
             self._is_restarting = True
             try:
                 self._restart(lost)
@@ -188,6 +195,7 @@ class RestartablePool(ABC):
         began = time.perf_counter()
         self._submitted.forget_parts()
         while True:
+            self._raise_if_ended(lost)
             number = self._restarts.record(lost.error)
             logger.warning(
                 "%s; pool %s is started again and the call repeated (restart %d of at most %d in %d steps)",
@@ -201,9 +209,14 @@ class RestartablePool(ABC):
                 break
             except LostRanksError as again:
                 lost = again
+        self._raise_if_ended(lost)
         seconds = time.perf_counter() - began
         self._restarts.add_seconds(seconds)
         logger.warning("pool %s runs again after %.1f s", self._pool.name, seconds)
+
+    def _raise_if_ended(self, lost: LostRanksError) -> None:
+        if self._is_ended:
+            raise lost.error from lost
 
     def _wait(
         self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool", began: float | None = None

@@ -48,6 +48,17 @@ def test_free_shared_memory_is_known_without_ray(monkeypatch):
     assert ray_internals.shared_memory() == 200 * 4096
 
 
+def test_no_call_of_ray_starts_one_once_that_is_forbidden(monkeypatch):
+    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    started: list[bool] = []
+    monkeypatch.setattr(ray, "init", lambda: started.append(True))
+    ray_internals.forbid_implicit_start()
+    with pytest.raises(ray.exceptions.RaySystemError, match="Ray has not been started yet"):
+        ray.get([], timeout=0)
+    assert not started
+
+
 def test_a_ray_without_tokens_leaves_the_environment_as_it_was(monkeypatch):
     remove(monkeypatch, "_raylet.AuthenticationTokenLoader")
     before = dict(os.environ)

@@ -7,14 +7,16 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
+from rlpack.background_call import BackgroundCall
 from rlpack.distributed import restartable_pool
 from rlpack.distributed.answers import Answer
+from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.failures import RankCall
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.restartable_pool import LostRanksError
 from rlpack.distributed.restarts import Restarts
-from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 from rlpack.distributed.usage import UsageLog
 
 MEMORY = "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.2) was 0.96 ..."
@@ -90,3 +92,35 @@ def test_a_death_outside_of_the_pool_is_no_death_of_its_rank(monkeypatch: pytest
         with pytest.raises(RoleError, match="a process that the call got data from has ended: the process "):
             pool_of(processes)._wait([call], 60.0)
     assert processes.done == ["kill", "kill"]
+
+
+@pytest.mark.parametrize("end", [RayRanks.end, RayRanks.kill])
+def test_a_thread_that_waits_when_the_run_ends_does_not_start_the_pool_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: Any
+):
+    processes, call, ended = Processes(), call_of_rank(0), threading.Event()
+    ranks = pool_of(processes)
+    submitted = SubmittedCall(Call("rollout", "generate", [()], {}), 0, [call])
+
+    def answer(refs: Any, deadline: float) -> Answer:
+        assert ended.wait(30)
+        return Answer(call.ref, None, died())
+
+    monkeypatch.setattr(restartable_pool, "first_answer", answer)
+    waits = BackgroundCall(lambda: ranks._result(submitted), name="draw")
+    end(ranks)
+    ended.set()
+    assert waits.wait(30)
+    with pytest.raises(RoleError, match="in generate: the process died"):
+        waits.outcome()
+    assert "start again" not in processes.done
+    assert not caplog.records
+
+
+def test_a_pool_that_ends_while_it_is_started_again_is_killed(monkeypatch: pytest.MonkeyPatch):
+    processes = Processes()
+    ranks = pool_of(processes)
+    monkeypatch.setattr(processes, "start_again", lambda finish: ranks.end())
+    with pytest.raises(RoleError, match="the process died"):
+        ranks._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {ranks}), 1)
+    assert processes.done == ["kill"]
