@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Attribute of the SystemExit by which Ray ends a process.
 _RAY_TERMINATES = "ray_terminate_msg"
+# Names the network interface that gloo uses.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class RankProcess:
@@ -80,7 +82,15 @@ class RankProcess:
         load_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
-        """Open the pool's rendezvous store on rank 0 and return its address."""
+        """Open the pool's rendezvous store on rank 0 and return its address.
+
+        It is `node_ip`, if an interface has this address, or else the address of the interface that GLOO_SOCKET_IFNAME
+        names.
+
+        Raises:
+            RuntimeError: there is no such interface.
+        """
+        node_ip = _own_address(node_ip)
         # By itself the store would listen on all interfaces; it closes the socket that it is given.
         listening = socket.create_server((node_ip, 0), family=socket.AF_INET6 if ":" in node_ip else socket.AF_INET)
         port = listening.getsockname()[1]
@@ -96,7 +106,8 @@ class RankProcess:
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
         """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
+        if not os.environ.get(_INTERFACE):
+            os.environ[_INTERFACE] = _interface_of(node_ip)
         timeout = timedelta(seconds=timeout_s)
         store = self._rendezvous_store or TCPStore(*address, is_master=False, timeout=timeout)
         backend = f"cpu:{GLOO},cuda:nccl" if self._context.device == "cuda" else GLOO
@@ -207,7 +218,28 @@ def _interface_of(node_ip: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             return name
-    raise RuntimeError(f"no network interface has this node's address {node_ip}; set GLOO_SOCKET_IFNAME")
+    raise RuntimeError(
+        f"no network interface has this node's address {node_ip}; set {_INTERFACE} in the environment of the node's "
+        "Ray to the name of the interface that reaches the other nodes"
+    )
+
+
+def _own_address(node_ip: str) -> str:
+    """Return an address of this machine: `node_ip`, unless only others know the node by it, as behind a NAT."""
+    interfaces, name = psutil.net_if_addrs(), os.environ.get(_INTERFACE, "").split(",")[0]
+    if not name or any(one.address == node_ip for addresses in interfaces.values() for one in addresses):
+        _interface_of(node_ip)
+        return node_ip
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = sorted(
+        (families.index(one.family), one.address) for one in interfaces.get(name, []) if one.family in families
+    )
+    if not found:
+        having = ", ".join(sorted(interfaces))
+        raise RuntimeError(
+            f"{_INTERFACE} is {name!r}, which has no IP address on this node; its interfaces are {having}"
+        )
+    return found[0][1]
 
 
 def load_class(target: str) -> type[Any]:

@@ -136,6 +136,34 @@ def test_an_address_that_no_interface_has_is_said(monkeypatch: pytest.MonkeyPatc
         process.join(("203.0.113.9", 1), "203.0.113.9", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("", r"no network interface has this node's address 203\.0\.113\.9; set GLOO_SOCKET_IFNAME"),
+        ("none0", r"GLOO_SOCKET_IFNAME is 'none0', which has no IP address on this node; its interfaces are .*lo"),
+    ],
+)
+def test_a_rendezvous_without_an_address_of_its_node_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, interface: str, message: str
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    process = RankProcess(RankContext(), threads=torch.get_num_threads())
+    with pytest.raises(RuntimeError, match=message):
+        process.rendezvous("203.0.113.9", 1.0)
+
+
+def test_the_interface_that_is_named_is_used_where_none_has_the_nodes_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    process = RankProcess(RankContext(), threads=torch.get_num_threads())
+    address = process.rendezvous("203.0.113.9", 10.0)
+    assert address[0] == "127.0.0.1"
+    process.join(address, "203.0.113.9", 10.0)
+    try:
+        assert dist.is_initialized()
+    finally:
+        process.close()
+
+
 def test_a_target_is_loaded_by_its_text():
     assert load_class("rlpack.workers.reward:RewardWorker") is RewardWorker
 
