@@ -36,7 +36,9 @@ def run_command(arguments: Sequence[str]) -> int:
         job = vars(parsed).get("job_id")
         print(f"\nrlpack {parsed.command}: interrupted{f'; job {job} continues' if job else ''}", file=sys.stderr)
         return INTERRUPTED
-    except JobServerError as error:
+    except BrokenPipeError:  # as by `| head`
+        raise
+    except (JobServerError, OSError) as error:  # an OSError of this machine, such as a full disk
         job = vars(parsed).get("job_id")
         hint = f"; job {job} may still be running; check with rlpack logs {job} --follow" if job else ""
         print_error(parsed.command, f"{error}{hint}")

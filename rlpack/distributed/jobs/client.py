@@ -5,8 +5,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -189,13 +189,14 @@ class JobServer:
     def follow(self, job_id: str, show: Callable[[str], None]) -> JobRecord:
         """Pass a job's output to `show` until it ends, and return its final record.
 
+        What `show` raises is raised as it is.
+
         Raises:
             JobRequestError: there is no such job.
             JobServerError: the server stopped answering.
         """
         self.job(job_id)
-        with _refusals(self.address, job_id):
-            asyncio.run(self._follow(job_id, show))
+        asyncio.run(self._follow(job_id, show))
         return self._once_ended(job_id, _NOTED_S)
 
     def stop(self, job_id: str) -> bool:
@@ -212,19 +213,26 @@ class JobServer:
         return self._once_ended(job_id, timeout_s + _NOTED_S)
 
     async def _follow(self, job_id: str, show: Callable[[str], None]) -> None:
-        stream = self._client.tail_job_logs(job_id)
+        async with aclosing(self._texts(job_id)) as texts:
+            async for text in texts:
+                show(text)
+
+    async def _texts(self, job_id: str) -> AsyncGenerator[str, None]:
+        """Yield a job's output until it ends."""
         next_text: asyncio.Task[str | None] | None = None
         try:
-            while True:
-                next_text = next_text or asyncio.create_task(_next(stream))
-                if not (await asyncio.wait({next_text}, timeout=_SILENCE_S))[0]:
-                    if (await asyncio.to_thread(self.job, job_id)).has_ended:
+            with _refusals(self.address, job_id):
+                stream = self._client.tail_job_logs(job_id)
+                while True:
+                    next_text = next_text or asyncio.create_task(_next(stream))
+                    if not (await asyncio.wait({next_text}, timeout=_SILENCE_S))[0]:
+                        if (await asyncio.to_thread(self.job, job_id)).has_ended:
+                            return
+                        continue
+                    text, next_text = next_text.result(), None
+                    if text is None:
                         return
-                    continue
-                text, next_text = next_text.result(), None
-                if text is None:
-                    return
-                show(text)
+                    yield text
         finally:
             if next_text is not None:
                 next_text.cancel()

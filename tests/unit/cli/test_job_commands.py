@@ -9,9 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiohttp import ClientConnectionError
 
+from rlpack.cli import job_commands
 from rlpack.cli.main import main
 from rlpack.distributed.jobs import client as jobs
 
@@ -181,3 +185,57 @@ def test_a_server_that_fails_later_is_the_servers_fault(folder, capsys):
         assert "job an_id may still be running; check with rlpack logs an_id" in said(
             capsys, 1, "logs", "an_id", "--address", address
         )
+
+
+def followed(capsys, monkeypatch, lines, show):
+    """Follow a running job whose log is `lines`, an error among them; return the exit code and what is on stderr."""
+
+    class Client:
+        def get_job_info(self, job_id):
+            return SimpleNamespace(
+                **dict.fromkeys(("job_id", "message", "metadata", "end_time", "driver_exit_code")),
+                submission_id=job_id,
+                entrypoint="",
+                start_time=1,
+                status=SimpleNamespace(value="RUNNING"),
+            )
+
+        async def tail_job_logs(self, job_id):
+            for line in lines:
+                if isinstance(line, Exception):
+                    raise line
+                yield line
+
+    connected: Any = jobs.JobServer.__new__(jobs.JobServer)
+    connected.address, connected._client = "http://head:8265", Client()
+    monkeypatch.setattr(job_commands, "_server", lambda arguments: connected)
+    monkeypatch.setattr(job_commands, "_show", show)
+    return job_commands.run_command(["logs", "an_id", "--follow"]), capsys.readouterr().err
+
+
+def test_an_output_that_is_closed_is_not_the_servers_fault(capsys, monkeypatch):
+    def show(text):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):  # `main` exits with 141
+        followed(capsys, monkeypatch, ["a line"], show)
+
+
+@pytest.mark.parametrize(
+    ("lines", "failure", "message"),
+    [
+        (["a line"], OSError(28, "No space left on device"), "rlpack logs: [Errno 28] No space left on device; job an"),
+        (
+            [ClientConnectionError("cut")],
+            None,
+            "rlpack logs: http://head:8265 doesn't answer: cut; job an_id may still",
+        ),
+    ],
+)
+def test_a_log_that_ends_early_is_blamed_on_the_side_that_failed(capsys, monkeypatch, lines, failure, message):
+    def show(text):
+        raise failure
+
+    code, heard = followed(capsys, monkeypatch, lines, show)
+    assert code == 1
+    assert heard.startswith(message)
