@@ -225,9 +225,10 @@ class JobServer:
                 stream = self._client.tail_job_logs(job_id)
                 while True:
                     next_text = next_text or asyncio.create_task(_next(stream))
-                    if not (await asyncio.wait({next_text}, timeout=_SILENCE_S))[0]:
-                        if (await asyncio.to_thread(self.job, job_id)).has_ended:
-                            return
+                    done, _ = await asyncio.wait({next_text}, timeout=_SILENCE_S)
+                    if not done and (await asyncio.to_thread(self.job, job_id)).has_ended:
+                        return
+                    if not done:
                         continue
                     text, next_text = next_text.result(), None
                     if text is None:
