@@ -24,6 +24,7 @@ from rlpack.config.engine_rules import engine_problems
 from rlpack.config.evaluation_sets import evaluation_set_problems, key_of, reward_functions, sources
 from rlpack.config.expert_rules import expert_problems
 from rlpack.config.function_names import function_name_problems
+from rlpack.config.json_rules import json_problems
 from rlpack.config.layout_rules import layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
@@ -362,6 +363,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     layout_problems,
     own_batching_problems,
     cut_problems,
+    json_problems,
     _secrets,
     _job,
 )
