@@ -5,6 +5,7 @@ The pool kills a row at `reward.timeout_s`, whatever sympy is doing.
 """
 
 import logging
+import math
 import os
 from functools import cache, lru_cache
 from typing import Any
@@ -14,12 +15,18 @@ from rlpack.rewards.errors import RewardError
 
 try:
     from math_verify import parse, verify
-    from sympy import Expr, nsimplify
+    from sympy import Add, Basic, Expr, Float, MatrixBase, Mul, Pow, Rational, log, nsimplify
+    from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy.functions.elementary.trigonometric import TrigonometricFunction
 except ImportError as error:
     raise RewardError(
         f"rlpack.rewards.math needs math-verify, which is not installed; {how_to_install('math', os.environ)}"
     ) from error
 
+logger = logging.getLogger(__name__)
+
+# Numbers of more bits aren't computed: they would take long, and Python prints no more than 4,300 digits.
+_MOST_BITS = 1 << 13
 _LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[")
 
 
@@ -35,25 +42,77 @@ def equivalent(completion: str, answer: object) -> float | None:
         completion: the policy's response; its answer is boxed, in LaTeX, or the last number.
         answer: a number, or an expression as text, in LaTeX or not.
     """
-    if answer is None:
-        return None
-    expected = _parse_answer(str(answer))
-    if not expected:
-        return None
-    return float(verify(list(expected), _parse(completion), timeout_seconds=None))
+    # Read even if there is no answer: a row that has a reward, by another function perhaps, is read again for majority
+    # votes, outside the pool. A response that can't be read in time has to fail here.
+    found = _parse(completion)
+    expected = () if answer is None else _parse_answer(str(answer))
+    return float(verify(list(expected), found, timeout_seconds=None)) if expected else None
 
 
 def final_answer_text(completion: str) -> str | None:
     r"""Return the final answer of a completion as text, None if there is none; decimal numbers become fractions.
 
+    An answer whose value has thousands of digits, such as $9^{9^9}$, is returned as it is written. So this takes little
+    more time than `equivalent` does, if that returned a number or None.
+
     >>> final_answer_text(r"So it is $\\frac{2}{4}$."), final_answer_text("It is 0.5."), final_answer_text("It is not.")
     ('1/2', '1/2', None)
+    >>> final_answer_text(r"\\boxed{0.5^{1000000000}}")
+    '0.5^{1000000000}'
     """
     parsed = _parse(completion)
     if not parsed:
         return None
     answer = parsed[0]
-    return str(nsimplify(answer, rational=True) if isinstance(answer, Expr) else answer)
+    try:
+        if _num_bits(answer) <= _MOST_BITS:
+            return str(nsimplify(answer, rational=True) if isinstance(answer, Expr) else answer)
+    except Exception:  # sympy's errors have no common class
+        logger.debug("the final answer can't be simplified: %.200r", parsed[-1], exc_info=True)
+    return parsed[-1] if isinstance(parsed[-1], str) else None
+
+
+def _num_bits(value: Any) -> float:
+    """Return an upper bound on the bits of the numbers in an expression's value, which isn't computed.
+
+    >>> _num_bits(Rational(1, 2)), _num_bits(Pow(2, Pow(10, 9, evaluate=False), evaluate=False))
+    (3, inf)
+    """
+    num_bits = 0
+    match value:
+        case Float():
+            num_bits = value.num.bc + abs(value.num.exp)
+        case Rational():
+            num_bits = int(value.p).bit_length() + int(value.q).bit_length()
+        case Pow():
+            num_bits = _num_bits(value.base) * _largest_value(value.exp)
+        case ExprWithLimits():
+            num_bits = math.inf
+        case MatrixBase():
+            num_bits = sum(map(_num_bits, value.flat()))
+        case Add() | Mul() | TrigonometricFunction() | log():
+            num_bits = sum(map(_num_bits, value.args))
+        case Expr() if value.args:  # a function that may grow as fast as the factorial, of fewer than n² bits
+            num_bits = math.prod(map(_largest_value, value.args)) ** 2
+        case Basic():
+            num_bits = 1 + sum(map(_num_bits, value.args))
+    return num_bits
+
+
+def _largest_value(value: Basic) -> float:
+    """Return an upper bound on the absolute value of an expression, at least 1.
+
+    Of an expression with variables, return its size: sympy doesn't multiply out such a power.
+    """
+    num_bits = _num_bits(value)
+    match value:
+        case Float():
+            return max(1.0, abs(float(value)))
+        case Rational():
+            return max(1, -(-abs(int(value.p)) // int(value.q)))
+        case _ if value.free_symbols:
+            return num_bits
+    return 2**num_bits if num_bits < _MOST_BITS.bit_length() else math.inf
 
 
 @cache

@@ -17,7 +17,7 @@ class AnswerReader:
     Attributes:
         description: completes "majority vote by …".
         read: maps a response to its answer, None if it has none. Call it only for responses with a reward: the reward
-            function has read these within its deadline, which bounds the time here.
+            function has searched these for the answer within its deadline, and `read` does little more than that.
         is_extracted: whether the answer is what a reward function reads, rather than the exact text.
     """
 
