@@ -216,9 +216,12 @@ def check_records(run_dir: Path, hashes: Mapping[str, str]) -> None:
 
     Args:
         run_dir: the run directory; its records end with the checkpoint.
-        hashes: `record_hashes` at the time of the checkpoint.
+        hashes: `record_hashes` at the time of the checkpoint. If it has none of a W&B run's id, W&B may have been
+            switched on since.
     """
     found = record_hashes(run_dir)
+    if WANDB_ID not in hashes:
+        found.pop(WANDB_ID, None)
     if changed := sorted(name for name in found.keys() | hashes.keys() if found.get(name) != hashes.get(name)):
         logger.warning(
             "%s in %s changed after the checkpoint was written: its records up to the checkpoint are not those of the "

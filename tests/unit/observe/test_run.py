@@ -469,3 +469,13 @@ def test_records_that_change_after_a_checkpoint_are_named(tmp_path: Path, caplog
     (tmp_path / "wandb-id").write_text("another")
     check_records(tmp_path, hashes)
     assert f"samples.jsonl and wandb-id in {tmp_path} changed after the checkpoint was written" in caplog.text
+
+
+def test_switching_wandb_on_in_a_resumed_run_changes_no_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("as it was")
+    hashes = record_hashes(tmp_path)
+    (tmp_path / "wandb-id").write_text("a1b2c3d4")
+    check_records(tmp_path, hashes)
+    assert not caplog.text
