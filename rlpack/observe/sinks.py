@@ -88,8 +88,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in _read_lines(path))
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that is a record, and the record."""
+def _read_lines(path: Path, *, warns: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line that is a record, and the record; `warns` of other lines."""
     broken: list[int] = []
     for number, line in enumerate(_lines(path), start=1):
         try:
@@ -99,7 +99,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, position | {"time_s": float(record["time_s"])} | figures
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             broken.append(number)
-    if broken:
+    if broken and warns:
         logger.warning(
             "%s: %d lines are not records and are skipped; the first is line %d", path, len(broken), broken[0]
         )
@@ -153,7 +153,7 @@ class TensorBoardSink:
     """Writes TensorBoard event files: a TensorBoard run for each phase, with metric names as tags."""
 
     def __init__(self, folder: Path, *, resume: ResumePoint | None = None) -> None:
-        """Write event files into `folder`; with `resume`, TensorBoard hides records after that point."""
+        """Write event files into `folder`; TensorBoard hides earlier records after `resume`, all of them without it."""
         self._board = importlib.import_module("torch.utils.tensorboard")
         self._folder = folder
         self._resume = resume
@@ -174,8 +174,9 @@ class TensorBoardSink:
 
     def _open(self, phase: LogPhase) -> Any:
         """Open the event file of one phase; a completed warm-up is never purged."""
-        purge = None if self._resume is None else self._resume.first_dropped(phase)
-        return self._board.SummaryWriter(str(self._folder / phase), purge_step=purge)
+        folder = self._folder / phase
+        purge = 0 if self._resume is None else self._resume.first_dropped(phase)
+        return self._board.SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
 
 
 class WandbSink:
@@ -238,8 +239,25 @@ def open_sinks(
     if settings.tensorboard:
         optional.append(TensorBoardSink(run_dir / EVENTS, resume=resume))
     if settings.wandb != "disabled":
+        if (run_dir / WANDB_ID).exists():
+            _warn_of_repeated_steps(run_dir / METRICS, resume)
         optional.append(WandbSink(run_dir, mode=settings.wandb, project=settings.wandb_project, config=config))
     return [JsonlSink(run_dir / METRICS, resume=resume), *optional]
+
+
+def _warn_of_repeated_steps(path: Path, resume: ResumePoint | None) -> None:
+    """Warn of the recorded steps after the resume point: they can't be deleted from a Weights & Biases run."""
+    repeated: dict[str, list[int]] = {}
+    for _, record in _read_lines(path, warns=False):  # the JSONL sink warns
+        if resume is None or not resume.covers(record):
+            repeated.setdefault(record["phase"], []).append(record["step"])
+    if repeated:
+        spans = [f"{phase} from step {min(steps)} to {max(steps)}" for phase, steps in repeated.items()]
+        logger.warning(
+            "the Weights & Biases run has records after the point where this run continues, which can't be deleted, so "
+            "these steps will appear there more than once: %s (metrics.jsonl and the report have each step once)",
+            "; ".join(spans),
+        )
 
 
 def check_packages(settings: Logger, environment: Mapping[str, str] = os.environ) -> None:

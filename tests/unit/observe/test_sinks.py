@@ -127,6 +127,33 @@ def test_a_service_that_refuses_is_one_clear_error_with_the_fixes(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("point", "had_wandb", "named"),
+    [
+        (ResumePoint(2), True, "train from step 3 to 4; evaluation from step 4 to 4 "),
+        (None, True, "sft_warmup from step 1 to 6; train from step 1 to 4; evaluation from step 2 to 4 "),
+        (ResumePoint(4), True, None),
+        (ResumePoint(2), False, None),
+    ],
+)
+def test_steps_that_a_wandb_run_will_have_more_than_once_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    point: ResumePoint | None,
+    had_wandb: bool,
+    named: str | None,
+) -> None:
+    monkeypatch.setattr("rlpack.observe.sinks.check_packages", lambda settings: None)
+    monkeypatch.setattr("rlpack.observe.sinks.WandbSink", lambda *_, **__: None)
+    filled(tmp_path / "metrics.jsonl")
+    if had_wandb:
+        (tmp_path / "wandb-id").write_text("a1b2c3d4")
+    open_sinks(Logger(wandb="offline"), tmp_path, {}, point)[0].close()
+    assert ("more than once" in caplog.text) == (named is not None)
+    assert (named or "") in caplog.text
+
+
 def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -144,3 +171,17 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     sft_warmup.Reload()
     assert [(event.step, event.value) for event in train.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
     assert [event.step for event in sft_warmup.Scalars("sft_warmup/loss")] == [1, 2, 3]
+
+
+def test_tensorboard_hides_the_records_of_a_run_that_starts_over(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for values in ((1.0, 2.0, 3.0), (10.0, 20.0)):
+        sink = TensorBoardSink(tmp_path)
+        for step, value in enumerate(values):
+            sink.log(step, "evaluation", {"evaluation/loss": value})
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "evaluation"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("evaluation/loss")] == [(0, 10.0), (1, 20.0)]
