@@ -1,7 +1,7 @@
 """`Cluster`: joins or starts a Ray cluster, places pools of ranks on it, and ends everything it started."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +20,7 @@ from rlpack.distributed.ray_internals import logs_folder
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import current
 from rlpack.distributed.restarts import Restarts
+from rlpack.distributed.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,16 @@ class Cluster:
         for ranks in opened.values():
             ranks.init_process_group(self._job, self._log_path)
         return self._pools
+
+    def check_run_dir(self, names: Iterable[str]) -> None:
+        """Check that the ranks of these pools see the folder of the run's log, in which roles read and write files.
+
+        Raises:
+            PlacementError: a node of theirs does not share it with the driver.
+        """
+        if self._log_path is not None:
+            for name in names:
+                check_shared(name, self._pools[name], self._log_path.parent)
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
         # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use

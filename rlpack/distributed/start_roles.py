@@ -17,6 +17,8 @@ from rlpack.packing import Cost
 
 # Roles that run the trained model on whole sequences: their ranks are balanced by FLOPs.
 _RUN_THE_MODEL = ("actor", "critic", "reference")
+# Roles that aren't trained and read a model from the run's directory.
+_READ_THE_RUN = ("reference",)
 
 
 def start_roles(
@@ -41,7 +43,7 @@ def start_roles(
         layouts: layouts of roles, instead of those in the configuration.
 
     Raises:
-        PlacementError: a class can't be loaded, or the cluster is too small.
+        PlacementError: a class can't be loaded, the cluster is too small, or a node does not share the run's directory.
         RoleError: a rank failed to build its role.
     """
     role_classes = {name: load_class(config.roles[name].target) for name in names}
@@ -49,6 +51,7 @@ def start_roles(
     trained = {pool_of(config, name) for name in names if issubclass(role_classes[name], Trainable)}
     for name, ranks in pools.items():
         ranks.is_restartable = name not in trained
+    cluster.check_run_dir(trained | {pool_of(config, name) for name in names if name in _READ_THE_RUN})
     contracts = {
         f"{name}.{method}": dispatch.columns
         for name in names
