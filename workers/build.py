@@ -26,7 +26,7 @@ from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.compiled_layers import compile_layers
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.expert_parallel import ExpertSplit, split_experts
-from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.heads import ScalarHeadModel, hidden_size
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.new_model import NewModel
 from rlpack.models.open_model import open_causal_lm, open_classifier, open_new_causal_lm
@@ -39,6 +39,7 @@ from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink, groups_of_links
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.tensor_parallel import split_weights
+from rlpack.models.value_head import stored_value_head
 from rlpack.models.weight_split import WeightSplit
 from rlpack.worker import RankContext
 
@@ -94,10 +95,10 @@ def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> ScalarHeadModel:
-    """Return a critic with a new value head, sharded and checked.
+    """Return a critic, sharded and checked; its value head is that of `critic.path` if the files have one, else new.
 
     Raises:
-        ModelError: a pattern of `critic.optimizer` matches no weight.
+        ModelError: a pattern of `critic.optimizer` matches no weight, or the stored value head has other shapes.
         IsolationError: packed sequences see each other in this model.
     """
     path = config.critic.path
@@ -105,6 +106,9 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: Ra
     key, name = "model.path" if path is None else "critic.path", _attention(config, "critic")
     lm, stored = open_model(model, tokenizer, context, config.seed, "critic", name, key=key)
     critic = ScalarHeadModel(language_model(lm))
+    head = None if path is None else stored_value_head(model, hidden_size(critic.model), key)
+    if head is not None:
+        critic.head.load_state_dict(head)
     freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
     return _shard_and_check(critic, config, "critic", tokenizer, context, stored)
 

@@ -19,6 +19,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
+from rlpack.models import value_head
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
@@ -176,11 +177,11 @@ class CriticWorker(SteppedRole):
 
     @broadcast
     def export_model(self, folder: str) -> None:
-        """Write a headless Hugging Face model folder and `value_head.safetensors`; a collective."""
+        """Write a headless Hugging Face model folder and `value_head.safetensors`, for `critic.path`; a collective."""
         head = head_state_dict(self._critic)  # first: after a failed write, a rank would miss this collective
         export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
         if self.context.rank == 0:
-            save_file(head, Path(folder) / "value_head.safetensors")
+            save_file(head, Path(folder) / value_head.FILE)
 
     def _by_base_name(self, weights: Mapping[str, V]) -> dict[str, V]:
         """Return a policy's weights under their names in the critic's model, without the policy's head."""

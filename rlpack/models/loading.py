@@ -35,7 +35,7 @@ from rlpack.models.errors import (
 )
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.models.new_config import new_config
-from rlpack.models.stored_weights import lacking_weights_error
+from rlpack.models.stored_weights import check_missing
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.user_code import UserCode, UserCodeError
 
@@ -340,8 +340,7 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
     def load(implementation: str) -> PreTrainedModel:
         built, report = _load(kind, name, key, options | {"attn_implementation": implementation})
         # transformers initializes weights that the files lack at random, and only logs that.
-        if missing := sorted(report["missing_keys"]):
-            raise lacking_weights_error(key, name, type(built).__name__, missing)
+        check_missing(report, built, name, key)
         return built
 
     return with_attention(load, attention_name, f"{key} ({name!r})")

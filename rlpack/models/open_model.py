@@ -1,5 +1,6 @@
 """Open models to build them in parts: on the meta device, with the source of each rank's part of the weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,6 +118,29 @@ def check_in_parts(model: Model, *, key: str = "model.path", classifier: bool = 
         raise NotInPartsError(reason)
 
 
+def weight_paths(source: str, arguments: Mapping[str, Any]) -> list[Path]:
+    """Return the safetensors files that `from_pretrained` would load, after downloading them if necessary.
+
+    Args:
+        source: a folder, or a hub name.
+        arguments: those of `hub_arguments`.
+
+    Raises:
+        OSError: there are no such files.
+    """
+    download = {name: value for name, value in arguments.items() if name != "trust_remote_code"}
+    paths, _ = _get_resolved_checkpoint_files(
+        source,
+        variant=None,
+        gguf_file=None,
+        use_safetensors=True,
+        user_agent=None,
+        is_remote_code=False,
+        download_kwargs=download,  # pyright: ignore[reportArgumentType]
+    )
+    return [Path(path) for path in paths or []]
+
+
 def _why_whole(kind: Any, config: PreTrainedConfig) -> str | None:
     """Return why a model of a class can only be loaded whole, by its config."""
     if kind.config_class is not type(config) or kind.is_remote_code():
@@ -167,18 +191,8 @@ def _open_files(
     folder = Path(name).expanduser()
     source = str(folder) if folder.exists() else name
     download = {name: value for name, value in arguments.items() if name != "trust_remote_code"}
-    paths, _ = _get_resolved_checkpoint_files(
-        source,
-        variant=None,
-        gguf_file=None,
-        use_safetensors=True,
-        user_agent=None,
-        is_remote_code=False,
-        download_kwargs=download,  # pyright: ignore[reportArgumentType]
-    )
-    opened = StoredModel.open(
-        *(kind, config, [Path(path) for path in paths or []]), source=name, key=key, attn_implementation=attention_name
-    )
+    paths = weight_paths(source, arguments)
+    opened = StoredModel.open(kind, config, paths, source=name, key=key, attn_implementation=attention_name)
     opened.model.config.name_or_path = source
     opened.model.name_or_path = source
     if opened.model.can_generate():

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlpack.models.adapters import merged_name
 from rlpack.models.name_conversion import Conversion, conversions_of
 from rlpack.models.parts import allocate, copy_part, local_part, part_offsets
-from rlpack.models.stored_weights import check_report, load_on_meta
+from rlpack.models.stored_weights import check_report, load_on_meta, unused_weights
 from rlpack.models.weight_files import WeightFiles
 
 
@@ -80,13 +80,14 @@ class StoredModel:
         files = WeightFiles(paths)
         shapes = {name: torch.empty(shape, device="meta") for name, shape in files.shapes.items()}
         model, report = load_on_meta(kind, copy.deepcopy(config), shapes, **options)
-        check_report(report, kind.__name__, source, key)
+        check_report(report, model, source, key)
         conversions = conversions_of(model, shapes)
         made = {name for item in conversions for name in item.convert(model, shapes.__getitem__)}
         _tie_equal_weights(model, files, conversions, made)
         state = model.state_dict(keep_vars=True)
         loaded = {id(state[name]) for name in made if name in state}
-        if others := sorted(name for name, tensor in state.items() if id(tensor) not in loaded):
+        others = {name for name, tensor in state.items() if id(tensor) not in loaded}
+        if others := sorted(others - unused_weights(model, key)):
             raise NotInPartsError(f"transformers computes the value of {others[0]}, which the files lack")
         tied = _tied_names(state)
         _rebuild_buffers(model)

@@ -43,11 +43,11 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
     if shapes is None:
         return
     try:
-        _, report = load_on_meta(type(model), copy.deepcopy(model.config), shapes)
+        built, report = load_on_meta(type(model), copy.deepcopy(model.config), shapes)
     except Exception as error:  # noqa: BLE001 - the ranks report failures of the loader
         _log.debug("the weights of %s can't be checked by their headers: %s", source, error)
         return
-    check_report(report, type(model).__name__, source, key)
+    check_report(report, built, source, key)
 
 
 def load_on_meta(
@@ -74,35 +74,46 @@ def load_on_meta(
         )
 
 
-def check_report(report: Mapping[str, Any], name: str, source: str, key: str) -> None:
+def check_report(report: Mapping[str, Any], model: PreTrainedModel, source: str, key: str) -> None:
     """Raise if a report of transformers' loader names missing weights, or weights of other shapes.
 
     Args:
         report: its loading info.
-        name: class of the model.
+        model: the model that it loaded.
         source: path or hub name of the model, for the error.
         key: configuration key of the source, for the error.
 
     Raises:
         ModelError: gives the number of wrong weights and names the first.
     """
-    if missing := sorted(report["missing_keys"]):
-        raise lacking_weights_error(key, source, name, missing)
+    check_missing(report, model, source, key)
     if mismatched := sorted(report["mismatched_keys"]):
         weight, shape, expected = mismatched[0]
         raise ModelError(
             f"{key} is {source!r}, whose files and config.json disagree on the shapes of {len(mismatched)} weights of "
-            f"a {name}; the first is {weight}: {list(shape)} instead of {list(expected)}; set a complete model with "
-            "its own config.json"
+            f"a {type(model).__name__}; the first is {weight}: {list(shape)} instead of {list(expected)}; set a "
+            "complete model with its own config.json"
         )
 
 
-def lacking_weights_error(key: str, source: str, name: str, missing: list[str]) -> ModelError:
-    """Return the error for weights that a model's files lack."""
-    return ModelError(
-        f"{key} is {source!r}, whose files lack {len(missing)} weights of a {name}, the first is {missing[0]}; they "
-        "would be random: set a complete model of this kind"
-    )
+def check_missing(report: Mapping[str, Any], model: PreTrainedModel, source: str, key: str) -> None:
+    """Raise if a report of transformers' loader names missing weights that are used; arguments as for `check_report`.
+
+    Raises:
+        ModelError: gives the number of missing weights and names the first.
+    """
+    if missing := sorted(set(report["missing_keys"]) - unused_weights(model, key)):
+        raise ModelError(
+            f"{key} is {source!r}, whose files lack {len(missing)} weights of a {type(model).__name__}, the first is "
+            f"{missing[0]}; they would be random: set a complete model of this kind"
+        )
+
+
+def unused_weights(model: PreTrainedModel, key: str) -> set[str]:
+    """Return the names of the weights that no role with this key uses: a critic has no output embedding."""
+    head = model.get_output_embeddings() if key == "critic.path" else None
+    weights = set() if head is None else {id(weight) for weight in head.parameters()}
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
 
 
 def _shapes(folder: Path) -> dict[str, Tensor] | None:

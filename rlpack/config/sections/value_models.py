@@ -14,7 +14,8 @@ class Critic(RoleCompute):
 
     path: str | None = Field(
         default=None,
-        description="Folder or hub name of its initial model; null for the policy at the recipe's start.",
+        description="Folder or hub name of its initial model, with or without a value head; null for the policy at the "
+        "recipe's start.",
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     gradient_checkpointing: Checkpointing | None = Field(

@@ -4,15 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from rlpack.batch.bucket import Bucket, pack_bucket, unpack_bucket
+from rlpack.config.schema import Critic, Model
 from rlpack.distributed.context import RankContext
+from rlpack.models.errors import ModelError
+from rlpack.models.loading import build_causal_lm, build_meta_model
 from rlpack.models.policy import Policy
+from rlpack.models.stored_weights import check_weight_files
+from rlpack.models.value_head import FILE, WEIGHT
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
-from rlpack.workers.build import build_model
+from rlpack.workers.build import build_critic, build_model
 from rlpack.workers.critic import CriticWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -36,6 +41,43 @@ def test_an_exported_critic_gives_the_same_values_by_transformers_alone(tmp_path
     expected = (hidden @ head["head.weight"].T + head["head.bias"])[:, 0]
     assert values[3:].tolist() == pytest.approx(expected[2:-1].tolist(), abs=1e-5)
     assert values[3:].std() > 0.01
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_critic_continues_from_its_export_with_its_value_head(tmp_path: Path, is_tied: bool):
+    own = tiny_config().model
+    config = tiny_config(recipe="ppo", model=Model(config=own.config | {"tie_word_embeddings": is_tied}))
+    critic = CriticWorker.from_settings(RankContext(), config, tiny_tokenizer())
+    with torch.no_grad():
+        for parameter in critic._critic.parameters():
+            parameter.to_local().uniform_(-0.3, 0.3)
+    (shard,) = tiny_rollouts([(3, 5)]).shard_by_batch_size(1, sequence_packing={"max_tokens": 32})
+    values = critic.values(shard)["values"].values
+    critic.export_model(folder := str(tmp_path))
+
+    check_weight_files(build_meta_model(Model(path=folder)), folder, "critic.path")
+    build_causal_lm(Model(path=folder), vocab_size=len(tiny_tokenizer()), key="critic.path")  # as a whole
+    later = tiny_config(recipe="ppo", model=config.model, critic=Critic(path=folder))
+    again = CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
+    assert again.values(shard)["values"].values.tolist() == values.tolist()
+    assert values.std() > 0.01
+    head = load_file(tmp_path / FILE)
+    save_file(head | {WEIGHT: head[WEIGHT][:, :-1].clone()}, tmp_path / FILE)
+    with pytest.raises(ModelError, match=r"critic\.path is .* value_head\.safetensors has .* instead of head\.weight"):
+        CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_a_critic_starts_from_a_reward_model_with_its_head_if_that_has_one_label(tmp_path: Path, num_labels: int):
+    settings = build_meta_model(tiny_config().model, vocab_size=len(tiny_tokenizer())).config
+    settings.num_labels, settings.pad_token_id = num_labels, 0
+    classifier = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    classifier.save_pretrained(tmp_path)
+    config = tiny_config(recipe="ppo", critic=Critic(path=str(tmp_path)))
+    head = build_critic(config, tiny_tokenizer(), RankContext()).head
+    expected = classifier.score.weight.tolist() if num_labels == 1 else torch.zeros(1, settings.hidden_size).tolist()
+    assert head.weight.to_local().tolist() == expected
+    assert head.bias.to_local().tolist() == [0.0]
 
 
 def critic_and_buckets() -> tuple[CriticWorker, list[Bucket]]:

@@ -1,0 +1,57 @@
+"""The value head in the files of `critic.path`, if they have one."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import cached_file
+
+from rlpack.config.schema import Model
+from rlpack.models.errors import ModelError
+from rlpack.models.loading import hub_arguments
+from rlpack.models.open_model import weight_paths
+from rlpack.models.weight_files import WeightFiles
+
+# File of the head in a critic's export, and the names of its tensors.
+FILE, WEIGHT, BIAS = "value_head.safetensors", "head.weight", "head.bias"
+# Names of the head of transformers' sequence and token classifiers of decoders.
+_CLASSIFIER = "score"
+
+
+def stored_value_head(model: Model, hidden_size: int, key: str) -> dict[str, Tensor] | None:
+    """Return `weight` fp32 [1, d] and `bias` fp32 [1] of a stored value head; None if the files have none.
+
+    It is that of a critic's export, or the head of a classifier with one label, such as a reward model, whose bias is 0
+    if the classifier has none.
+
+    Args:
+        model: with a path, a folder or a hub name.
+        hidden_size: d of the critic.
+        key: configuration key of the path, for the error.
+
+    Raises:
+        ModelError: an export's head has other shapes.
+    """
+    assert model.path is not None, "the head of a stored critic"
+    arguments = hub_arguments(model.path, model, key)
+    folder = Path(model.path).expanduser()
+    source = str(folder) if folder.exists() else model.path
+    path = cached_file(source, FILE, _raise_exceptions_for_missing_entries=False, **arguments)
+    if path is not None:
+        head = load_file(path)
+        shapes = {name: list(tensor.shape) for name, tensor in head.items()}
+        if shapes != {WEIGHT: [1, hidden_size], BIAS: [1]}:
+            raise ModelError(
+                f"{key} is {model.path!r}, whose {FILE} has {shapes} instead of {WEIGHT} [1, {hidden_size}] and {BIAS} "
+                "[1]; set the folder of a whole critic, or remove the file to start with a new value head"
+            )
+        return {"weight": head[WEIGHT].float(), "bias": head[BIAS].float()}
+    files = WeightFiles(weight_paths(source, arguments))
+    weight, bias = f"{_CLASSIFIER}.weight", f"{_CLASSIFIER}.bias"
+    if files.shapes.get(weight) != (1, hidden_size):
+        return None
+    return {
+        "weight": files.read(weight, torch.float32),
+        "bias": files.read(bias, torch.float32) if bias in files.shapes else torch.zeros(1),
+    }
