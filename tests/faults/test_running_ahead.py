@@ -25,6 +25,7 @@ AHEAD = (
     "placement=two_pools",
     "trainer.lead=1",
     f"trainer.steps={STEPS}",
+    "evaluation.every=2",  # the batch that is drawn in step 2 doesn't wait for an evaluation
     "placement.call_timeout_s=30",
 )
 
