@@ -43,4 +43,13 @@ def buffer_fits(config: Config) -> Iterator[str]:
         )
 
 
-SPEC = RecipeSpec(runs_ahead=True, sections={"dapo": Dapo}, rules=(groups_differ, buffer_fits))
+def unused_penalty(config: Config) -> Iterator[str]:
+    """Yield a warning if a length penalty is set without the tokens over which it rises."""
+    settings = recipe_section(config, Dapo)
+    if settings.overlong_buffer == 0 and settings.overlong_penalty != Dapo().overlong_penalty:
+        yield f"dapo.overlong_penalty is {settings.overlong_penalty:g} but unused: dapo.overlong_buffer is 0"
+
+
+SPEC = RecipeSpec(
+    runs_ahead=True, sections={"dapo": Dapo}, rules=(groups_differ, buffer_fits), warnings=(unused_penalty,)
+)

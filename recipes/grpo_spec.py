@@ -15,8 +15,11 @@ def small_groups(config: Config) -> Iterator[str]:
             "trainer.group_size is 1: a group of one has no advantage, so only a KL term is trained; set it to "
             "2 or more, or choose recipe=remax or recipe=reinforce_plus_plus, which need no groups"
         )
-    if size == 2 and algorithm.scale == "std":
-        yield "trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1"
+    if size == 2 and algorithm.scale == "std" and algorithm.advantage == "group_relative":
+        yield (
+            "trainer.group_size is 2 and algorithm.scale is std: advantages that aren't 0 all have the same size, "
+            "whatever the rewards are"
+        )
 
 
 SPEC = RecipeSpec(runs_ahead=True, draws_once=True, takes_late_groups=True, warnings=(small_groups,))

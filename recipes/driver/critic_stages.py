@@ -11,7 +11,7 @@ from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
-from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.recipes.driver.loss_weights import has_tokens, step_weights
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.critic import CriticWorker
@@ -48,7 +48,7 @@ def compute_token_advantages(
     `critic.normalize_advantages`.
     """
     coefficient = policy_stages.reward_kl_coef(session)
-    counts = rollouts["value_tokens"].where(rollouts["valid"], 0)
+    counts = _value_tokens(rollouts)
     with step.timer("advantages"):
         estimates = session.critic.with_plan(plan).run(CriticWorker.advantages, rollouts, coefficient)
     advantages, errors, returns = (_moments(estimates, name, counts) for name in ("advantage", "error", "return"))
@@ -71,18 +71,18 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
     trainer, loss = session.config.trainer, ValueLoss(session.config.critic.value_clip)
 
     def weigh(rows: BatchedDataDict, own: MicrobatchPlan) -> dict[str, Tensor]:
-        counts = rows["value_tokens"].where(rows["valid"], 0)
-        return {"loss_weight": step_weights(counts, own, session.config.algorithm)["token_weight"]}
+        return {"loss_weight": step_weights(_value_tokens(rows), own, session.config.algorithm)["token_weight"]}
 
     # The batch's own `loss_weight` belongs to the actor's loss.
     batch = rollouts.drop(["loss_weight"]).union(weigh(rollouts, plan))
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
-        updates = []
+        updates, trained = [], []
         for rows, own in passes(session, step, "critic", batch, plan, weigh):
+            trained += has_tokens(_value_tokens(rows), own)
             updates += session.critic.with_plan(own).run(CriticWorker.train_step, rows, loss, rate)
             session.performance.count("critic", CriticWorker.train_step, own, rows["value_tokens"])
-    step.record_optimizer_steps(updates)
+    step.record_optimizer_steps(updates, trained)
 
 
 def update_actor_after_warmup(
@@ -92,11 +92,20 @@ def update_actor_after_warmup(
     plan: MicrobatchPlan,
     advantage_moments: Moments | None,
 ) -> None:
-    """Update the actor once the first `critic.warmup_steps` steps, which train only the critic, are over."""
-    if step.number > session.config.critic.warmup_steps:
-        policy_stages.update_actor(session, step, rollouts, plan, advantage_moments)
+    """Update the actor once the first `critic.warmup_steps` steps, which train only the critic, are over.
+
+    The schedule of the actor's learning rate begins with its first update.
+    """
+    warmup = session.config.critic.warmup_steps
+    if step.number > warmup:
+        policy_stages.update_actor(session, step, rollouts, plan, advantage_moments, untrained_steps=warmup)
     else:
         policy_stages.record_pending_kl(step, rollouts)
+
+
+def _value_tokens(rows: BatchedDataDict) -> Tensor:
+    """Return the tokens of each row that enter the critic's loss, int64 [B]."""
+    return rows["value_tokens"].where(rows["valid"], 0)
 
 
 def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> Moments:

@@ -50,3 +50,9 @@ def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> d
         for weight, kind in kinds:
             weight[rows] = row_weights(counts[rows], aggregation=kind, denominators=denominators)
     return {"loss_weight": loss_weight, "token_weight": token_weight}
+
+
+def has_tokens(counts: Tensor, plan: MicrobatchPlan) -> list[bool]:
+    """Return whether each optimizer step of a plan trains on a token; `counts` as for `step_weights`."""
+    steps = set(plan.step_of_row[(counts > 0).numpy()].tolist())
+    return [step in steps for step in range(plan.num_steps)]

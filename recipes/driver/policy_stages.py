@@ -19,7 +19,7 @@ from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
-from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
+from rlpack.recipes.driver.loss_weights import has_tokens, planned_response_lengths, step_weights
 from rlpack.recipes.driver.off_policy import importance_scale, measured_lags, record_mismatch_of_update
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
@@ -158,10 +158,10 @@ def compute_advantages(
         if kl_coef > 0:
             columns["rewards"] = (columns["rewards"] - kl_coef * columns["kl_sum"]).float()
         per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
-    valid_advantages = per_row[rollouts["valid"]]
+    trained = per_row[trained_tokens(rollouts) > 0]
     step.metrics |= {
-        "advantage/mean": valid_advantages.mean().item() if valid_advantages.numel() else 0.0,
-        "advantage/std": valid_advantages.std(unbiased=False).item() if valid_advantages.numel() else 0.0,
+        "advantage/mean": trained.mean().item() if trained.numel() else 0.0,
+        "advantage/std": trained.std(unbiased=False).item() if trained.numel() else 0.0,
         "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
     }
     return add_loss_weights(session, step, rollouts.union({"advantages": per_row}), plan)
@@ -231,10 +231,12 @@ def update_actor(
     rollouts: BatchedDataDict,
     plan: MicrobatchPlan,
     advantage_moments: Moments | None = None,
+    untrained_steps: int = 0,
 ) -> None:
     """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch (see `passes`).
 
-    Per-token advantages are normalized by `advantage_moments`, if given.
+    Per-token advantages are normalized by `advantage_moments`, if given. The learning rate's schedule begins after the
+    recipe's first `untrained_steps` steps, which don't update the actor.
     """
     trainer, optimizer = session.config.trainer, session.config.actor.optimizer
     if "kept_mask" in rollouts:  # rejected tokens don't train; all else was computed over the whole responses
@@ -254,15 +256,16 @@ def update_actor(
         newest=session.rollout_weights.version if lags else 0,
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):
-        rate = learning_rate(optimizer, step.number, trainer.steps)
-        updates, weigh = list[dict[str, float]](), partial(_weights, session)
+        rate = learning_rate(optimizer, step.number - untrained_steps, trainer.steps - untrained_steps)
+        updates, trained, weigh = list[dict[str, float]](), list[bool](), partial(_weights, session)
         for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
+            trained += has_tokens(trained_tokens(rows), own)
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
             session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
     record_pending_kl(step, rollouts)
-    for later in updates[1:]:  # the weights have changed since the first step
+    for later in updates[1 + trained.index(True) if any(trained) else 1 :]:  # the weights have changed since then
         later.pop("actor/logprob_gap", None)
-    step.record_optimizer_steps(updates)
+    step.record_optimizer_steps(updates, trained)
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -96,17 +97,28 @@ class StepContext:
                 *(self.number, self.progress.phase, len(discarded), ", ".join(discarded)),
             )
 
-    def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
+    def record_optimizer_steps(
+        self, metrics: Sequence[dict[str, float]], has_tokens: Sequence[bool] | None = None
+    ) -> None:
         """Count the actor's optimizer steps, and record the metrics of the given steps, reduced to one number each.
 
         The count leaves out the critic's steps, and skipped steps, which leave the policy unchanged.
+
+        Args:
+            metrics: the metrics of each step.
+            has_tokens: whether each step trained on a token; None if all did. The means of a step without tokens are 0,
+                so it enters `skipped_steps` alone, unless all are like that.
         """
+        measured = metrics if has_tokens is None else list(compress(metrics, has_tokens)) or metrics
         taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
         self.advance(optimizer_steps=self.progress.optimizer_steps + round(sum(taken)))
         self.metrics["optimizer_steps"] = self.progress.optimizer_steps
         for name in dict.fromkeys(name for step in metrics for name in step):
-            values = [step[name] for step in metrics if name in step]
-            reduce = np.sum if name.endswith("/skipped_steps") else _OVER_STEPS[reducer_of(name)]
+            is_count = name.endswith("/skipped_steps")
+            values = [step[name] for step in (metrics if is_count else measured) if name in step]
+            if not values:
+                continue
+            reduce = np.sum if is_count else _OVER_STEPS[reducer_of(name)]
             logged = name.replace("actor/", "sft_warmup/") if self.progress.phase == "sft_warmup" else name
             self.metrics[logged] = float(reduce(values))
 

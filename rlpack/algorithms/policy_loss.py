@@ -294,6 +294,8 @@ def _clipped(
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     value = ratio.detach()
     low, high = (value < 1 - clip_low) & (advantages < 0), (value > 1 + clip_high) & (advantages > 0)
+    if dual_clip is not None:
+        high |= (value > dual_clip) & (advantages < 0)
     return PolicyLoss.of(tokens, losses, ratio, low, high)
 
 

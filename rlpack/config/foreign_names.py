@@ -74,6 +74,8 @@ def _answer(matching: Sequence[ForeignName]) -> str:
 def _read(framework: str, name: str, row: Any) -> ForeignName:
     """Return one row of the file; see the comment on top of it."""
     answer: Mapping[str, Any] = row if isinstance(row, dict) else {"keys": row}
+    if others := answer.keys() - {"keys", "note", "none"}:
+        raise ValueError(f"{framework} {name}: unknown {sorted(others)}; a note with a comma needs quotes")
     keys = answer.get("keys", ())
     return ForeignName(
         framework, name, (keys,) if isinstance(keys, str) else tuple(keys), answer.get("note", answer.get("none", ""))

@@ -9,7 +9,7 @@ from rlpack.config.batching_warnings import batching_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
-from rlpack.config.schema import Algorithm, Config, Judge
+from rlpack.config.schema import Algorithm, Config, Judge, Reference
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
 
@@ -88,6 +88,8 @@ def _unread_sections(config: Config) -> Iterator[str]:
     roles = started_roles(config)
     if "critic" not in roles and config.critic != Critic():
         yield "critic.* is set but unused without a recipe that starts the critic, such as recipe=ppo"
+    if "reference" not in roles and config.reference != Reference():
+        yield "reference.* is set but unused without a KL term (algorithm.kl_coef above 0)"
     if "reward_model" not in roles and config.reward_model != RewardModel():
         yield "reward_model.* is set but unused without reward_model.path"
     if any(config.roles[role].target == SERVED_REWARD_MODEL for role in roles):
@@ -135,6 +137,8 @@ def _unread_in(algorithm: Algorithm) -> dict[str, str]:
     if algorithm.kl_coef == 0:
         names = ("kl_estimator", "kl_straight_through", "k3_bound")
         reasons |= {f"algorithm.{name}": "algorithm.kl_coef is 0, so there is no KL term" for name in names}
+    elif algorithm.kl_placement == "reward":
+        reasons["algorithm.kl_straight_through"] = "algorithm.kl_placement is reward, and only a loss has a gradient"
     return reasons
 
 

@@ -91,6 +91,16 @@ def test_a_token_counts_as_clipped_only_where_its_gradient_is_lost():
     assert not loss.ratio.requires_grad
 
 
+def test_a_token_that_the_dual_clip_bounds_counts_as_clipped():
+    new = torch.tensor([2.9, 3.1]).log().requires_grad_()
+    mask = torch.ones(2, dtype=torch.bool)
+    loss = clipped_policy_loss(new, torch.zeros(2), -torch.ones(2), mask, dual_clip=3.0, **bounds)
+    loss.token_losses.sum().backward()
+    assert new.grad is not None
+    assert (new.grad == 0).tolist() == loss.clipped_high.tolist() == [False, True]
+    assert not loss.clipped_low.any()
+
+
 def test_a_log_ratio_far_out_stays_finite():
     new = torch.tensor([500.0, -500.0], requires_grad=True)
     loss = clipped_policy_loss(new, torch.zeros(2), -torch.ones(2), torch.ones(2, dtype=torch.bool), **bounds)

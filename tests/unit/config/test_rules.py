@@ -127,6 +127,15 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             "critic.optimizer.warmup_steps (9) leaves no step of trainer.steps (9) at peak rate; lower critic.",
         ),
         (
+            {
+                "recipe": PPO,
+                "critic": {"warmup_steps": 5},
+                "actor": {"optimizer": {"warmup_steps": 4}},
+                "trainer": {"steps": 9},
+            },
+            "actor.optimizer.warmup_steps (4) leaves no step at peak rate, as only 4 of the 9 trainer.steps follow",
+        ),
+        (
             {"actor": {"optimizer": {"warmup_steps": 1.5}}},
             "actor.optimizer.warmup_steps is 1.5; it has to be a whole number of steps, or below 1 the fraction of",
         ),

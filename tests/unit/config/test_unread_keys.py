@@ -29,6 +29,11 @@ BOUNDS = {"dual_clip": 3.0, "clip_low": 0.1, "clip_high": 0.3}
             "baseline is leave_one_out but unused",
         ),
         ({"kl_coef": 0.1, "kl_horizon": 5.0}, "grpo", "unused: it needs algorithm.kl_target"),
+        (
+            {"kl_coef": 0.1, "kl_straight_through": True, "kl_placement": "reward"},
+            "grpo",
+            "algorithm.kl_straight_through is True but unused: algorithm.kl_placement is reward",
+        ),
     ],
 )
 def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str, text: str):
@@ -36,6 +41,32 @@ def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str,
         validate(VALID | {"recipe": {"target": f"rlpack.recipes.{recipe}"}, "algorithm": algorithm})
     )
     assert text in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            ["algorithm.kl_coef=0", "reference.logprob_chunk=64"],
+            "reference.* is set but unused without a KL term (algorithm.kl_coef above 0)",
+        ),
+        (
+            ["recipe=dapo", "dapo.overlong_buffer=0", "dapo.overlong_penalty=0.5"],
+            "dapo.overlong_penalty is 0.5 but unused: dapo.overlong_buffer is 0",
+        ),
+    ],
+)
+def test_a_section_without_its_role_or_its_length_is_odd(overrides: list[str], text: str):
+    assert text in config_warnings(compose(["experiment=smoke", *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "size", "is_odd"),
+    [("group_relative", 2, True), ("group_relative", 3, False), ("opo", 2, False), ("reinforce_pp", 2, False)],
+)
+def test_groups_of_two_are_odd_where_the_deviation_scales_advantages(advantage: str, size: int, is_odd: bool):
+    config = validate(VALID | {"algorithm": {"advantage": advantage}, "trainer": {"group_size": size}})
+    assert any("all have the same size" in text for text in config_warnings(config)) == is_odd
 
 
 @pytest.mark.parametrize("loss", LOSSES)

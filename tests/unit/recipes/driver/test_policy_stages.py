@@ -13,8 +13,10 @@ from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Actor, Algorithm, Trainer
 from rlpack.config.sections.correction_settings import Correction
-from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.value_models import Critic
 from rlpack.packing import Batching, MicrobatchPlan
+from rlpack.recipes.driver.critic_stages import update_actor_after_warmup
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -101,6 +103,36 @@ def test_the_gap_that_a_single_update_measures_has_the_same_limit(tmp_path: Path
     rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool), "response_tokens": tokens})
     with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*most in row 1 "):
         update_actor(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
+
+
+def test_the_actors_rate_warms_up_from_its_first_update_after_the_critics_warm_up(tmp_path: Path):
+    actor, critic = Actor(optimizer=Optimizer(learning_rate=3.0, warmup_steps=2)), Critic(warmup_steps=3)
+    session = session_of(tmp_path, recipe="ppo", trainer=Trainer(steps=9), actor=actor, critic=critic)
+    session.progress, rates = Progress(phase="train"), list[float]()
+
+    def train_step(batch: BatchedDataDict, loss: Any, rate: float) -> list[dict[str, float]]:
+        rates.append(rate)
+        return [{"actor/skipped_steps": 0.0}]
+
+    set_group(session, "actor", train_step=train_step)
+    rollouts = tiny_rollouts([(2, 4), (3, 9)])
+    rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool), "response_tokens": torch.tensor([4, 9])})
+    rollouts = rollouts.union({"logprobs": rollouts["rollout_logprobs"]})
+    for number in range(1, 8):
+        update_actor_after_warmup(session, session.begin_step(number), rollouts, plan_of(session, rollouts), None)
+    assert rates == pytest.approx([1.0, 2.0, 3.0, 3.0])
+
+
+def test_an_optimizer_step_without_tokens_measures_no_gap(tmp_path: Path):
+    session = session_of(tmp_path, algorithm=BYPASS, trainer=Trainer(mini_batch_size=1))
+    session.progress, rollouts = Progress(phase="train"), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+    gaps = [{"actor/logprob_gap": gap, "actor/skipped_steps": float(gap == 0)} for gap in (0.0, 0.01, 3.0)]
+    set_group(session, "actor", train_step=gaps).mini_batch_size = 1
+    step = session.begin_step(1)
+    rollouts = rollouts.union({"valid": torch.tensor([False, True, True])})
+    rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
+    update_actor(session, step, rollouts, plan_of(session, rollouts))
+    assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.01)
 
 
 BYPASS = Algorithm(correction=Correction(bypass=True))

@@ -111,6 +111,18 @@ def test_skipped_steps_are_not_counted_as_optimizer_steps(tmp_path: Path):
     assert step.metrics == {"optimizer_steps": 2, "sft_warmup/skipped_steps": 1.0}
 
 
+def test_optimizer_steps_without_a_token_do_not_enter_means(tmp_path: Path):
+    step = session_of(tmp_path).begin_step(1)
+    step.advance(phase="train")
+    with_tokens = {"actor/entropy": 2.0, "actor/ratio_max": 1.5, "actor/skipped_steps": 0.0}
+    without = {"actor/entropy": 0.0, "actor/ratio_max": 0.0, "actor/skipped_steps": 1.0}
+    step.record_optimizer_steps([without, with_tokens], [False, True])
+    expected = {"actor/entropy": 2.0, "actor/ratio_max": 1.5, "actor/skipped_steps": 1.0}
+    assert step.metrics == expected | {"optimizer_steps": 1}
+    step.record_optimizer_steps([without], [False])
+    assert step.metrics["actor/entropy"] == 0.0
+
+
 @pytest.mark.parametrize(("recipe", "trained"), [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
 def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exported(
     tmp_path: Path, recipe: str, trained: list[str]
