@@ -80,7 +80,7 @@ class EnginePanel(NamedTuple):
         count = "" if len(self.engines) <= MOST_ENGINES else f" (the first {MOST_ENGINES} of {len(self.engines)})"
         engines = "" if len(self.shown) == 1 else ", stacked by engine"
         drawn = f"requests that run{' and wait' if self.has_waiting else ''}, and tokens per second{engines}"
-        return f"The last {len(self.timeline.steps)} steps: {drawn}. While busy{count}: {'; '.join(parts)}."
+        return f"{self.timeline.title}: {drawn}. While busy{count}: {'; '.join(parts)}."
 
 
 def engine_figure(panel: EnginePanel) -> Figure:

@@ -40,10 +40,14 @@ class Timeline(NamedTuple):
 
     @classmethod
     def of(cls, processes: Sequence[ProcessSpans]) -> "Timeline | None":
-        """Return the timeline of the last steps; None if no step was recorded, or no process but the driver ran."""
-        steps = train_steps(processes)[-STEPS:]
-        if not steps:
+        """Return the timeline of the last steps; None if no step was recorded, or no process but the driver ran.
+
+        They are steps of one driver, the newest that recorded any: hours may pass before a run is resumed.
+        """
+        by_driver = [steps for one in processes if (steps := train_steps([one]))]
+        if not by_driver:
             return None
+        steps = max(by_driver, key=lambda steps: steps[-1].begin_us)[-STEPS:]
         begin, end = steps[0].begin_us, steps[-1].end_us
         ranks = [one for one in processes if one.process != DRIVER]
         ranks = [one for one in ranks if any(s.end_us > begin and s.begin_us < end for s in one.spans)]
@@ -53,6 +57,11 @@ class Timeline(NamedTuple):
     def window(self) -> Interval:
         """Return begin and end, in microseconds since the epoch."""
         return self.steps[0].begin_us, self.steps[-1].end_us
+
+    @property
+    def title(self) -> str:
+        """Return which steps they are, in words."""
+        return "The last step" if len(self.steps) == 1 else f"The last {len(self.steps)} steps"
 
     def calls(self, process: ProcessSpans) -> list[Span]:
         """Return the calls of a process during the steps, of all its threads, the main one last."""
@@ -73,7 +82,7 @@ class Timeline(NamedTuple):
             calls = union([_cut((call.begin_us, call.end_us), begin, end) for call in self.calls(one)])
             shares.append(f"{one.process} {length(calls) / (end - begin):.0%}")
         generation = [_cut(interval, begin, end) for interval in self.busy(["generation"])]
-        text = f"The last {len(self.steps)} steps. Share of time in which each process was busy: {', '.join(shares)}."
+        text = f"{self.title}. Share of time in which each process was busy: {', '.join(shares)}."
         if length(generation):
             both = length(intersection(generation, self.busy(_TRAINING))) / length(generation)
             text += f" Log-probs and updates ran during {both:.0%} of generation."

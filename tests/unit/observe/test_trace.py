@@ -155,6 +155,30 @@ def test_the_timeline_says_how_busy_processes_were_and_what_overlapped(run_dir: 
     assert [label.get_text() for label in rows] == ["engines/0", "main/0"]
 
 
+def test_the_timeline_of_a_resumed_run_has_no_time_between_its_processes(run_dir: Path):
+    hour = 3600 * 1000 * MS
+    write(run_dir, "d", "driver", [["train step 3", hour, 100 * MS, "MainThread"]])
+    write(run_dir, "e", "main/0", [["actor.train_step", hour, 60 * MS, "MainThread"]])
+    write(run_dir, "f", "engines/0", [["engine", hour, 50 * MS, {"running": 3.0, "tokens": 20}]])
+    processes = read_spans(run_dir)
+    timeline = Timeline.of(processes)
+    assert timeline is not None
+    assert timeline.text() == "The last step. Share of time in which each process was busy: main/0 60%."
+    panel = EnginePanel.of(timeline, processes)
+    assert panel is not None
+    assert panel.text().startswith("The last step: ")
+    assert panel.text().endswith("engines/0 400 tokens/s, busy 50%.")
+
+
+def test_the_timeline_is_that_of_the_process_before_while_a_resumed_one_has_no_step(run_dir: Path):
+    before = Timeline.of(read_spans(run_dir))
+    write(run_dir, "d", "driver", [["checkpoint", 3600 * 1000 * MS, MS, "MainThread"]])
+    after = Timeline.of(read_spans(run_dir))
+    assert before is not None
+    assert after is not None
+    assert after.text() == before.text()
+
+
 def test_counters_have_rates_and_are_zero_while_nothing_was_recorded(run_dir: Path):
     write(run_dir, "b", "engines/0", [*ENGINE, *WINDOWS])
     write_trace(run_dir, run_dir / "trace.json")
