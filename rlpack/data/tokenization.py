@@ -5,7 +5,8 @@ Invariant: user text never becomes a special token; `<eos>` inside a prompt is f
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,10 @@ def tokenize_prompts(
         DataError: messages without a chat template, a character that the tokenizer cannot encode, or an empty prompt.
     """
     if chat_template:
-        encoded = [_encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}") for example in examples]
+        specials = _special_tokens(tokenizer)
+        encoded = [
+            _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials) for example in examples
+        ]
     else:
         texts = [prompt_text(example) for example in examples]
         places = [f"prompt {example.uid!r}" for example in examples]
@@ -152,6 +156,13 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
 
 
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of all special tokens: those with a role, such as the end of a sequence, and templates' own."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = {*map(str, tokenizer.all_special_tokens), *added} - {""}
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
 def _single_id(token_id: object, what: str) -> int | None:
     """Return a token's id, which transformers' types also allow to be a list."""
     if token_id is None or isinstance(token_id, int):
@@ -192,7 +203,9 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: st
     return f"{place} has characters that {name} cannot encode: {sorted(unknown)}; in {text[:80]!r}"
 
 
-def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, specials: re.Pattern[str]
+) -> list[int]:
     """Return the token ids of a conversation, with the template's generation prompt.
 
     Special tokens in a message are replaced by markers while the template is rendered, and encoded as characters.
@@ -202,24 +215,51 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
             f"{where}: {tokenizer_name(tokenizer)} has no chat template; set data.chat_template=false, or "
             "model.tokenizer to one that has one"
         )
-    specials = [str(token) for token in tokenizer.all_special_tokens]
-    pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
-    contents = [message["content"] for message in messages]
-    marker = next(chr(code) for code in range(0xE000, 0xF8FF) if all(chr(code) not in text for text in contents))
+    marker, escaped = _unused_character([*_texts(messages), str(tokenizer.chat_template)])
     replaced: list[str] = []
 
     def replace(match: re.Match[str]) -> str:
         replaced.append(match[0])
         return f"{marker}{len(replaced) - 1}{marker}"
 
-    marked = [{**message, "content": pattern.sub(replace, message["content"])} for message in messages]
-    rendered = _render(tokenizer, marked, where)
+    mark = partial(specials.sub, replace)
+    marked = [{**_map_texts(message, mark), "role": message["role"]} for message in messages]
+    rendered = _render(tokenizer, marked, where).replace(escaped, marker)
     ids: list[int] = []
     for number, piece in enumerate(rendered.split(marker)):
         is_replaced = number % 2 == 1
         text = replaced[int(piece)] if is_replaced else piece
         ids += _encode_texts(tokenizer, [text], [where], add_special_tokens=False, literal=is_replaced)[0]
     return ids
+
+
+def _unused_character(texts: Sequence[str]) -> tuple[str, str]:
+    r"""Return a character of private use that no text has, and how it is escaped, as `\\ue000`.
+
+    A template that renders an object as JSON, or as Python does, may escape it.
+    """
+    candidates = ((chr(code), f"\\u{code:04x}") for code in range(0xE000, 0xF8FF))
+    return next(pair for pair in candidates if not any(form in text for form in pair for text in texts))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a message's field, such as a list of tool calls."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a message's field with each of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(name, change): _map_texts(item, change) for name, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> str:

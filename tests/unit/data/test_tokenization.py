@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
@@ -77,6 +77,48 @@ def test_messages_are_rendered_and_their_special_tokens_are_characters(chat):
     expected = [letter[c] for c in "<s>b"] + [1] + [letter[c] for c in "<u>a"]
     expected += spelled + spelled + [letter["b"], 1] + [letter[c] for c in "<a>"]
     assert encode_prompt(chat, Example("0", messages), chat_template=True) == expected
+
+
+def test_special_tokens_that_only_the_template_uses_are_characters_in_messages(chat):
+    chat.add_tokens([AddedToken("<a>", special=True)])
+    letter = {character: 3 + index for index, character in enumerate(MIXED + "u")}
+    (header,) = chat.encode("<a>")
+    assert "<a>" not in chat.all_special_tokens
+    expected = [letter[c] for c in "<u><a>"] + [1, header]
+    assert encode_prompt(chat, Example("0", "<a>"), chat_template=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "template"),
+    [
+        ({"name": "<eos>"}, "{{ m.name }}"),
+        ({"tool_calls": [{"function": {"arguments": {"a": "<eos>"}}}]}, "{{ m.tool_calls[0].function.arguments.a }}"),
+        ({"o": {"<eos>": 1}}, "{% for k in m.o %}{{ k }}{% endfor %}"),
+        ({"o": ("<eos>",)}, "{{ m.o[0] }}"),
+    ],
+)
+def test_special_tokens_in_any_field_of_a_message_are_characters(chat, field, template):
+    chat.chat_template = "{% for m in messages %}" + template + "{% endfor %}<eos>"
+    messages = [{"role": "user", "content": "a", **field}]
+    expected = [3 + MIXED.index(character) for character in "<eos>"] + [1]
+    assert encode_prompt(chat, Example("0", messages), chat_template=True) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ m.o | tojson }}", "{{ m.o | tojson(ensure_ascii=true) }}", "{{ m.o }}"])
+def test_special_tokens_in_an_object_that_a_template_renders_are_characters(template):
+    tokenizer = character_tokenizer("<eos>[]'\"")
+    tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}<eos>"
+    ids = encode_prompt(tokenizer, Example("0", [{"role": "user", "content": "e", "o": ["<eos>"]}]), chat_template=True)
+    assert "".join(tokenizer.convert_ids_to_tokens(ids[:-1])).replace("'", '"') == '["<eos>"]'
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_any_character_may_be_in_any_field_of_a_message():
+    tokenizer = character_tokenizer("\ue000\ue001\ue002ab")
+    tokenizer.chat_template = "\ue002{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "name": "\ue000", "content": "a\ue001"}]
+    ids = encode_prompt(tokenizer, Example("0", messages), chat_template=True)
+    assert tokenizer.decode(ids) == "\ue002\ue000a\ue001"
 
 
 def test_a_text_prompt_through_a_template_is_one_message_of_the_user(chat):
