@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 # The role name in a `RoleError` of the driver itself.
 DRIVER = "driver"
+# Digits of a node's id in messages, enough to find it in Ray's lists.
+_ID_DIGITS = 12
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -105,6 +107,22 @@ class RanksRestartedError(RoleError):
         self.args = (error,)
 
 
+class Shortage(NamedTuple):
+    """Room that is missing in the object store.
+
+    Attributes:
+        size: bytes by which a result exceeds the free room.
+        in_flight: bytes of batches there.
+        limit: most bytes of batches there.
+        node: Ray's id of the node whose store is too small; None if all nodes together have too little room.
+    """
+
+    size: float
+    in_flight: int
+    limit: float
+    node: str | None = None
+
+
 class StoreFullError(RoleError):
     """The object store has no room for a result.
 
@@ -113,18 +131,19 @@ class StoreFullError(RoleError):
         short: bytes by which it exceeds the free room.
     """
 
-    def __init__(self, role: str, method: str, size: int, short: float, in_flight: int, budget: float) -> None:
+    def __init__(self, role: str, method: str, size: int, shortage: Shortage) -> None:
+        node = "" if shortage.node is None else f" of node {shortage.node[:_ID_DIGITS]}"
         cause = (
-            f"{in_units(size)} of tokens and texts exceed the free room in the object store by {in_units(short)}: "
-            f"{in_units(in_flight)} of the {in_units(budget)} for batches are in use; lower "
-            "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens, dapo.max_rounds (in an evaluation: "
-            "evaluation.samples) or trainer.lead (batches drawn ahead take room, too), or raise "
-            "placement.object_store_gb (on an existing cluster: ray start --object-store-memory) or "
-            "placement.in_flight_gb"
+            f"{in_units(size)} of tokens and texts exceed the free room in the object store{node} by "
+            f"{in_units(shortage.size)}: {in_units(shortage.in_flight)} of the {in_units(shortage.limit)} for batches "
+            f"are in use{' there' if node else ''}; lower trainer.prompts_per_step, trainer.group_size, "
+            "rollout.max_new_tokens, dapo.max_rounds (in an evaluation: evaluation.samples) or trainer.lead (batches "
+            "drawn ahead take room, too), or raise placement.object_store_gb (on an existing cluster: ray start "
+            f"--object-store-memory){'' if node else ' or placement.in_flight_gb'}"
         )
         super().__init__(role, None, method, cause)
-        self.args = (role, method, size, short, in_flight, budget)
-        self.size, self.short = size, short
+        self.args = (role, method, size, shortage)
+        self.size, self.short = size, shortage.size
 
     def _where(self) -> str:
         return "the driver" if self.role == DRIVER else f"role {self.role}"  # the result of all its ranks

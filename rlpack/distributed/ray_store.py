@@ -32,7 +32,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.distributed.answers import ask_ray
-from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
+from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
 from rlpack.distributed.ray_internals import stores
 
@@ -220,39 +220,47 @@ class RayStore:
         Raises:
             StoreFullError: there is not enough room.
         """
-        started, size, lease = time.monotonic(), sum(sizes.values()), _CURRENT.get()
+        started, lease = time.monotonic(), _CURRENT.get()
         with self._changed:
-            while size and (short := self._shortage(sizes)) > 0:
-                frees_late = self.in_flight + size <= self.budget  # the room exists, but Ray has yet to report it
+            while any(sizes.values()) and (shortage := self._shortage(sizes, room := self._room())).size > 0:
+                frees_late = self._fits(sizes, self._of_node, room)  # the room exists, but Ray has yet to report it
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
-                if self._unwaitable() + size > self.budget or time.monotonic() - started >= patience:
-                    raise StoreFullError(role, method, size, short, self.in_flight, self.budget)
+                can_wait = self._fits(sizes, self._unwaitable(), room)
+                if not can_wait or time.monotonic() - started >= patience:
+                    raise StoreFullError(role, method, sum(sizes.values()), shortage)
                 self._changed.wait(min(_POLL_S, patience))
             return Reservation(self, self._claim(dict(sizes), None if lease is None else {lease}))
 
-    def _shortage(self, sizes: Mapping[str, int]) -> float:
-        """Return how many bytes are missing for these sizes; 0 or less if there is room."""
-        room = self._room()
+    def _shortage(self, sizes: Mapping[str, int], room: Room) -> Shortage:
+        """Return what is missing for these sizes: on a node, or of the budget; 0 bytes or less if there is room."""
         short = self.in_flight + sum(sizes.values()) - self.budget
+        found = [Shortage(short, self.in_flight, self.budget)]
         for node, size in sizes.items():
             free, total = room.get(node, (0.0, 0.0))
-            usable = min(free - (1 - _SPILLS_AT) * total, _SPILLS_AT * total - self._of_node[node])
-            short = max(short, size - usable)
-        return short
+            limit, in_flight = _SPILLS_AT * total, self._of_node[node]
+            usable = min(free - (1 - _SPILLS_AT) * total, limit - in_flight)
+            found.append(Shortage(size - usable, in_flight, limit, node))
+        return max(found, key=lambda one: one.size)
 
-    def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free: those under no lease, and those under certain leases.
+    def _fits(self, sizes: Mapping[str, int], used: Mapping[str, int], room: Room) -> bool:
+        """Return whether the limits allow these sizes in addition to the bytes that are used on each node."""
+        if sum(used.values()) + sum(sizes.values()) > self.budget:
+            return False
+        limits = {node: _SPILLS_AT * room[node][1] for node in sizes if node in room}
+        return all(used.get(node, 0) + sizes[node] <= limit for node, limit in limits.items())
 
-        These are leases that this thread opened (only it releases them) or stores under, and those opened by threads
-        that wait for it.
+    def _unwaitable(self) -> Counter[str]:
+        """Return the bytes of each node that no wait of this thread can free.
+
+        They are under no lease, or under leases that this thread opened (only it releases them) or stores under, or
+        that were opened by threads that wait for it.
         """
-        own, current, claims = threading.current_thread(), set(_current_leases()), list(self._claims)
+        own, current, used = threading.current_thread(), set(_current_leases()), Counter[str]()
         waiting = {thread for thread, under in self._waits if under is None or under in current}
-        return sum(
-            claim.size
-            for claim in claims
-            if not claim.leases or any(own in one._threads or one._opener in waiting for one in claim.leases)
-        )
+        for claim in list(self._claims):
+            if not claim.leases or any(own in one._threads or one._opener in waiting for one in claim.leases):
+                used.update(claim.sizes)
+        return used
 
     def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> _Claim:
         claim = _Claim(sizes, leases)

@@ -14,7 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.weight_layout import WeightForm
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
+from rlpack.distributed.errors import PlacementError, RankError, RoleError, Shortage, StoreFullError
 from rlpack.distributed.process import RankProcess, load_class
 from rlpack.role_call import call_began
 from rlpack.worker import Worker
@@ -230,7 +230,7 @@ def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(proces
 
 def test_errors_of_the_driver_and_of_the_store_name_no_rank():
     assert str(RoleError("driver", None, "take", "late")) == "the driver, in take: late"
-    error = pickle.loads(pickle.dumps(StoreFullError("actor", "logprobs", 12_345, 345, 0, 12_000)))
+    error = pickle.loads(pickle.dumps(StoreFullError("actor", "logprobs", 12_345, Shortage(345, 0, 12_000))))
     assert str(error).startswith(
         "role actor, in logprobs: 12.3 kB of tokens and texts exceed the free room in the object store by 345 bytes: "
         "0 bytes of the 12 kB for batches are in use; lower trainer.prompts_per_step"

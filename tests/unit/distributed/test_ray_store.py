@@ -52,13 +52,13 @@ def refused_within(seconds: float) -> Iterator[pytest.ExceptionInfo[StoreFullErr
 
 
 @contextmanager
-def other_step(store: RayStore, size: int) -> Iterator[Callable[[], None]]:
+def other_step(store: RayStore, size: int, node: str = "a") -> Iterator[Callable[[], None]]:
     """Have a step of another thread hold bytes; yield what ends it."""
     has_begun, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
         with store.lease("a step"):
-            part = put(store, size)
+            part = put(store, size, node)
             has_begun.set()
             assert may_end.wait(LONG_S)
             assert part.is_readable
@@ -230,17 +230,6 @@ def test_a_wait_for_another_step_has_a_deadline():
     store = store_of(wait_s=0.3)
     with other_step(store, 80), store.lease("a step"), refused_within(30):
         put(store, 60)
-
-
-def test_a_node_keeps_a_fifth_of_its_store_free_before_it_would_write_to_disk():
-    store = store_of(2 * GB, wait_s=0.2, room={"a": (0.3 * GB, GB), "b": (GB, GB)})
-    kept = [put(store, int(0.09 * GB)), put(store, int(0.79 * GB), "b")]
-    with refused_within(30) as full:
-        put(store, int(0.11 * GB))
-    assert full.value.short == pytest.approx(0.01 * GB)
-    with refused_within(30):
-        put(store, int(0.02 * GB), "b")
-    assert all(part.is_readable for part in kept)
 
 
 def test_a_result_of_numbers_needs_no_room():
