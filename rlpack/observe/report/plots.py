@@ -139,37 +139,6 @@ def supervised_loss(records: Records) -> Figure | None:
     return figure
 
 
-def seconds_by_part(records: Records) -> dict[str, float]:
-    """Return the total seconds of each timed part of a step, longest first."""
-    totals: dict[str, float] = {}
-    for record in records:
-        for name, value in record.items():
-            if name.startswith("time/") and name != "time/step_s":
-                part = name.removeprefix("time/").removesuffix("_s")
-                label = "warm-up" if record["phase"] == "sft_warmup" and part == "update" else part
-                totals[label] = totals.get(label, 0.0) + value
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def time_by_part(records: Records) -> Figure | None:
-    """Plot the time of each part of a step; None without timers."""
-    totals = seconds_by_part(records)
-    total = sum(totals.values())
-    if not total:
-        return None
-    figure = Figure(figsize=(SIZE[0], 0.75 + 0.36 * len(totals)))
-    axes = figure.add_subplot()
-    bars = axes.barh(list(totals), list(totals.values()), color=REWARD, height=0.66)
-    labels = [f"  {seconds:,.1f} s  ({seconds / total:.0%})" for seconds in totals.values()]
-    axes.bar_label(bars, labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(totals.values()) * 1.2)
-    axes.set_xlabel("seconds over the whole run")
-    axes.tick_params(axis="y", length=0)
-    despine(axes, grid="x")
-    return figure
-
-
 def policy_health(records: Records) -> Figure | None:
     """Plot the metrics that show a run's health, without constant ones; None if nothing is left."""
     curves = {name: series for name, series in _health(records).items() if not _is_constant(series)}

@@ -24,6 +24,7 @@ from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.packing_picture import packing_picture
 from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.report.plot_style import SETTINGS, svg
+from rlpack.observe.report.step_times import StepTimes, time_by_part
 from rlpack.observe.report.summary import summarize
 from rlpack.observe.report.timeline import LAST_BYTES, Timeline, timeline_figure
 from rlpack.observe.run_dir import (
@@ -96,13 +97,14 @@ def _write_report(run_dir: Path) -> Path:
     records = list(read_records(run_dir / METRICS))
     config = without_secrets(read_config(run_dir))
     plans = read_plan(run_dir / LENGTHS)
+    times = StepTimes.of(records)
     with matplotlib.rc_context(SETTINGS):
         sections = [
             _cards(records, plans),
             _signal_section(records),
             *_curve_sections(records),
             _packing_section(run_dir, plans),
-            _figure_section("Time by part of a step", "", plots.time_by_part(records)),
+            _figure_section("Time by part of a step", times.text(), time_by_part(times)),
             *_timeline_sections(run_dir),
             _figure_section("Training health", plots.health_text(records), plots.policy_health(records)),
             _figure_section(

@@ -16,8 +16,9 @@ from rlpack.observe.errors import ReportError
 from rlpack.observe.report import plots
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plot_style import SETTINGS
-from rlpack.observe.report.plots import Series, running_mean, seconds_by_part
+from rlpack.observe.report.plots import Series, running_mean
 from rlpack.observe.report.report import write_report
+from rlpack.observe.report.step_times import StepTimes, time_by_part
 from rlpack.observe.report.summary import packing_table, summarize
 from rlpack.observe.run import Run
 from rlpack.observe.sinks import JsonlSink
@@ -281,13 +282,49 @@ def test_curves_leave_out_values_that_are_not_finite() -> None:
     assert Series.of(records, "reward/mean", "sft_warmup").values.tolist() == []
 
 
-def test_time_of_the_warm_up_is_separate_and_the_steps_total_is_left_out() -> None:
+def train(step: int, time_s: float, step_s: float, **seconds: float) -> dict[str, object]:
+    times = {f"time/{name}_s": value for name, value in seconds.items()}
+    return {"phase": "train", "step": step, "time_s": time_s, "time/step_s": step_s} | times
+
+
+def evaluation(step: int, time_s: float, **seconds: float) -> dict[str, object]:
+    times = {f"time/{name}_s": value for name, value in seconds.items()}
+    return {"phase": "evaluation", "step": step, "time_s": time_s} | times
+
+
+def test_the_parts_of_a_run_add_up_to_its_steps_and_what_was_between_them() -> None:
     records = [
-        {"phase": "sft_warmup", "time/update_s": 5.0},
-        {"phase": "train", "time/update_s": 1.0, "time/step_s": 9.0, "time/generate_s": 2.0},
-        {"phase": "train", "time/update_s": 1.5},
+        {"phase": "sft_warmup", "step": 1, "time_s": 5.0, "time/update_s": 4.5, "time/step_s": 5.0},
+        evaluation(0, 8.0, evaluate=2.0, sync=1.0, generate=1.5),
+        train(1, 17.0, 9.0, update=4.0, generate=2.0, restart=1.0),
+        train(2, 29.0, 10.0, update=6.0, generate=3.0, checkpoint=2.0),
+        evaluation(2, 32.0, evaluate=3.0),
     ]
-    assert seconds_by_part(records) == {"warm-up": 5.0, "update": 2.5, "generate": 2.0}
+    times = StepTimes.of(records)
+    between = {"evaluate": 5.0, "checkpoint": 2.0, "sync": 1.0}
+    assert times.parts == {"update": 10.0, "generate": 5.0, "warm-up": 5.0, "other": 4.0} | between
+    assert list(times.parts)[-1] == "other"
+    assert sum(times.parts.values()) == records[-1]["time_s"]
+    assert (times.meanwhile, times.included) == ({}, {"restart": 1.0})
+
+
+def test_what_runs_while_other_steps_train_is_no_part_of_the_steps() -> None:
+    # With trainer.lead: each batch is generated during four steps, and the evaluation after step 1 during step 2.
+    records = [
+        evaluation(0, 5.0, evaluate=5.0),
+        train(1, 15.0, 10.0, generate=40.0, reward=1.0, update=8.0, wait=2.0),
+        evaluation(1, 24.0, evaluate=9.0),
+        train(2, 25.0, 10.0, generate=40.0, reward=1.0, update=7.0, wait=1.0, drain=2.0),
+        evaluation(2, 31.0, evaluate=6.0),
+    ]
+    times = StepTimes.of(records)
+    assert times.parts == {"update": 15.0, "evaluate": 11.0, "wait": 3.0, "drain": 2.0}
+    assert times.meanwhile == {"generate": 80.0, "evaluate": 9.0, "reward": 2.0}
+    figure = time_by_part(times)
+    assert figure is not None
+    shown = [text.get_text().split() for text in figure.axes[0].texts]
+    assert shown[0] == ["15.0", "s", "(48%)"]
+    assert shown[4] == ["80.0", "s", "while", "other", "steps", "train"]
 
 
 def test_the_summary_names_padded_and_used_waste() -> None:
