@@ -164,6 +164,7 @@ def _of_command(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], 
         yield ("tflops", "overhead_ms"), True, "is fitted by --fit"
         why = "sets times and memory, which --fit and --kb-per-slot set already"
         yield ("hidden_size", "layers"), "kb_per_slot" in given, why
+    yield ("picture",), len(rank_counts(arguments.ranks)) > 1, "draws one plan, but --ranks has several numbers"
     if "mode" not in vars(arguments) or "compare" in given:
         yield ("mode", "algorithm"), True, "chooses one, but --compare shows all"
         return
@@ -174,7 +175,6 @@ def _of_command(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], 
     yield ("length_multiple",), no_padding and "picture" not in given, "is for padded modes, but --mode is packed"
     yield ("fixed_rows",), mode != "fixed" and "picture" not in given, f"is for fixed mode, but --mode is {mode}"
     yield ("max_tokens",), mode == "fixed", "has no effect on fixed mode, whose microbatches have --fixed-rows rows"
-    yield ("picture",), len(rank_counts(arguments.ranks)) > 1, "draws one plan, but --ranks has several numbers"
 
 
 def rank_counts(text: str) -> list[int]:

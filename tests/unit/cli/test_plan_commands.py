@@ -125,6 +125,11 @@ def test_a_modeled_time_below_a_second_has_four_digits(capsys: pytest.CaptureFix
         (["plan", "zipf", "--fit", "--kb-per-slot", "9", "--layers", "2"], 2, "--layers sets times and memory, which"),
         (["plan", "zipf", "--picture", "plan.xyz"], 2, "--picture plan.xyz ends in .xyz; give one of .png, .svg, .pdf"),
         (["plan", "zipf", "--ranks", "2,4", "--picture", "a.png"], 2, "--picture draws one plan, but --ranks has"),
+        (
+            ["plan", "zipf", "--compare", "--ranks", "2,4", "--picture", "a.png"],
+            2,
+            "--picture draws one plan, but --ranks has several numbers",
+        ),
         (["plan", "zipf", "--memory-gb", "0.001", "--suggest"], 2, "slots fit into 90% of memory"),
     ],
 )
