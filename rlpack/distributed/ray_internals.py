@@ -70,7 +70,7 @@ def read_token_again() -> None:
 
 def forbid_implicit_start() -> None:
     """Let no function of Ray start a Ray or join one by itself; `ray.init` still does."""
-    private_module("auto_init_hook").enable_auto_connect = False
+    vars(private_module("auto_init_hook"))["enable_auto_connect"] = False
 
 
 def available_memory() -> float:

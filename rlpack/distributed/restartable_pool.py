@@ -145,7 +145,7 @@ class RestartablePool(ABC):
         self._is_ended = True
 
     def kill(self) -> None:
-        """Kill the processes for good, and free their resources."""
+        """Kill the processes and free their resources; nothing starts them again."""
         self.end()
         self._pool.kill()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 
 from rlpack.distributed import local_ray, ray_internals
 from rlpack.distributed.run_token import RunToken
@@ -54,7 +55,7 @@ def test_no_call_of_ray_starts_one_once_that_is_forbidden(monkeypatch):
     started: list[bool] = []
     monkeypatch.setattr(ray, "init", lambda: started.append(True))
     ray_internals.forbid_implicit_start()
-    with pytest.raises(ray.exceptions.RaySystemError, match="Ray has not been started yet"):
+    with pytest.raises(RaySystemError, match="Ray has not been started yet"):
         ray.get([], timeout=0)
     assert not started
 
