@@ -26,7 +26,7 @@ def bytes_at_start(config: Config, role: str, tokenizer: PreTrainedTokenizerBase
         if role == "reward_model":
             open_classifier(config.reward_model, vocab_size=len(tokenizer))
             return 0
-        in_parts = open_in_parts(model, tokenizer) is not None
+        in_parts = open_in_parts(model, tokenizer, key=key) is not None
     except NotInPartsError:
         in_parts = False
     if in_parts:

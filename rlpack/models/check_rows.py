@@ -58,7 +58,7 @@ class RowLimits:
         slots = None if batching.budget == UNLIMITED else batching.budget
         rows = batching.micro_batch_size if batching.mode == "fixed" else None
         if slots is not None and batching.overlong != "own_microbatch" and slots < (longest or UNLIMITED):
-            longest, keys = slots, "batching.max_tokens"
+            longest, keys = slots, f"{batching_key(role)}.max_tokens"
         if forward is not None:
             slots = None if slots is None or forward.budget == UNLIMITED else max(slots, forward.budget)
             rows = None if rows is None else max(rows, forward.micro_batch_size)

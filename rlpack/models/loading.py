@@ -41,9 +41,7 @@ from rlpack.user_code import UserCode, UserCodeError
 
 _log = logging.getLogger(__name__)
 
-_CLOSED_ATTENTION = (
-    "its attention layers don't call transformers' attention interface; set batching.mode=dynamic or fixed"
-)
+_CLOSED_ATTENTION = "its attention layers don't call transformers' attention interface"
 
 _MODEL_FILES = ("config.json",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -349,6 +347,11 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
 def with_attention(build: Callable[[str], PreTrainedModel], name: str, source: str) -> PreTrainedModel:
     """Call `build` with an attention implementation, with eager where a model has no sdpa; return its model.
 
+    Args:
+        build: maps the name of an implementation to a model.
+        name: the implementation.
+        source: where the model comes from, for the error; starts with its configuration key.
+
     Raises:
         ModelError: the model chooses its attention from a fixed table, which lacks ours.
     """
@@ -356,7 +359,11 @@ def with_attention(build: Callable[[str], PreTrainedModel], name: str, source: s
         return use_faster_products(build(name))
     except (ValueError, ImportError, KeyError) as error:
         if name == attention.NAME and name in str(error):
-            raise ModelError(f"{source} can't run packed rows: {_CLOSED_ATTENTION}") from error
+            role = source.partition(".")[0]
+            batching = f"{role}.batching" if role in ("critic", "reward_model") else "batching"
+            raise ModelError(
+                f"{source} can't run packed rows: {_CLOSED_ATTENTION}; set {batching}.mode=dynamic or fixed"
+            ) from error
         if name == own_attention.DEFAULT and ("scaled_dot_product" in str(error) or "sdpa" in str(error)):
             return use_faster_products(build(own_attention.REFERENCE))
         raise

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from rlpack.config.schema import Model
 from rlpack.models.errors import ModelError

@@ -11,6 +11,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlpack.config.schema import Data, Rollout
 from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.role_batching import RoleBatching
+from rlpack.config.sections.value_models import Critic
 from rlpack.models import attention as attention_module
 from rlpack.models.adapters import add_adapters
 from rlpack.models.check_rows import RowLimits, draw_rows, full_microbatches
@@ -212,6 +214,9 @@ def test_limits_of_a_role_are_those_of_its_microbatches():
         (Batching(mode="fixed", micro_batch_size=6, max_tokens=None), RowLimits(50, None, 6, keys)),
     ):
         assert RowLimits.of_role(tiny_config(batching=batching, **lengths), "actor") == expected
+    critic = Critic(batching=RoleBatching(max_tokens=40))
+    limits = RowLimits.of_role(tiny_config(recipe="ppo", critic=critic, **lengths), "critic")
+    assert limits == RowLimits(40, 40, None, "critic.batching.max_tokens")
 
 
 def test_full_microbatches_hold_what_a_run_can_hold():

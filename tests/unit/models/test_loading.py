@@ -8,13 +8,13 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlpack.config.schema import Config, Model
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
-from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer
+from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer, with_attention
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.worker import RankContext
 from rlpack.workers.build import build_critic
@@ -255,3 +255,14 @@ def test_errors_of_the_critics_own_model_name_its_key(fault: str, message: str, 
     with pytest.raises(ModelError, match=message) as error:
         build_critic(config, tiny_tokenizer(), RankContext())
     assert str(error.value).startswith(f"critic.path is {str(folder)!r}")
+
+
+@pytest.mark.parametrize(
+    ("key", "section"), [("model.path", ""), ("critic.path", "critic."), ("reward_model.path", "reward_model.")]
+)
+def test_a_model_with_a_fixed_table_of_attentions_names_the_batching_of_its_role(key: str, section: str):
+    def build(name: str) -> PreTrainedModel:
+        raise KeyError(name)
+
+    with pytest.raises(ModelError, match=rf"can't run packed rows: .*; set {section}batching\.mode=dynamic or fixed"):
+        with_attention(build, "rlpack", f"{key} ('somewhere')")
