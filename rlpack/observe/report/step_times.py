@@ -1,6 +1,6 @@
 """Where the time of a run's steps went: the parts of the steps, what came between, and what ran at the same time."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -38,7 +38,9 @@ class StepTimes(NamedTuple):
     @classmethod
     def of(cls, records: Records) -> Self:
         """Return the times of a run's records, longest parts first, the rest of the steps last."""
-        parts, meanwhile, included = Counter[str](), Counter[str](), Counter[str]()
+        parts: defaultdict[str, float] = defaultdict(float)
+        meanwhile: defaultdict[str, float] = defaultdict(float)
+        included: defaultdict[str, float] = defaultdict(float)
         for record, runs_meanwhile in _with_overlap(records):
             times = _times(record)
             step_s = times.pop("step", None)
@@ -51,10 +53,10 @@ class StepTimes(NamedTuple):
                 parts["warm-up"] += sum(times.values()) if step_s is None else step_s
             else:
                 drawn = _OF_DRAW if _WAIT in times else frozenset[str]()
-                meanwhile.update({name: seconds for name, seconds in times.items() if name in drawn})
-                own = {name: seconds for name, seconds in times.items() if name not in drawn}
-                parts.update(own)
-                parts[OTHER] += 0.0 if step_s is None else max(0.0, step_s - sum(own.values()))
+                for name, seconds in times.items():
+                    (meanwhile if name in drawn else parts)[name] += seconds
+                own_s = sum(seconds for name, seconds in times.items() if name not in drawn)
+                parts[OTHER] += 0.0 if step_s is None else max(0.0, step_s - own_s)
         return cls(*(_longest_first(seconds) for seconds in (parts, meanwhile, included)))
 
     def text(self) -> str:

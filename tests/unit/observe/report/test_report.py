@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -282,12 +283,12 @@ def test_curves_leave_out_values_that_are_not_finite() -> None:
     assert Series.of(records, "reward/mean", "sft_warmup").values.tolist() == []
 
 
-def train(step: int, time_s: float, step_s: float, **seconds: float) -> dict[str, object]:
+def train(step: int, time_s: float, step_s: float, **seconds: float) -> dict[str, Any]:
     times = {f"time/{name}_s": value for name, value in seconds.items()}
     return {"phase": "train", "step": step, "time_s": time_s, "time/step_s": step_s} | times
 
 
-def evaluation(step: int, time_s: float, **seconds: float) -> dict[str, object]:
+def evaluation(step: int, time_s: float, **seconds: float) -> dict[str, Any]:
     times = {f"time/{name}_s": value for name, value in seconds.items()}
     return {"phase": "evaluation", "step": step, "time_s": time_s} | times
 
