@@ -6,7 +6,6 @@ set to. If the kernel can't provide it, no program runs.
 """
 
 import json
-import re
 import resource
 import secrets
 import subprocess
@@ -17,27 +16,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpack.rewards.code_blocks import program_of
 from rlpack.rewards.errors import RewardError
+from rlpack.rewards.pool.limits import THREAD_VARS
 from rlpack.rewards.pool.sandbox import SandboxError, confine
 
-_CODE_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _MAX_OUTPUT_BYTES = 1 << 20
-_ENV_VARS = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-# The program runs first, then its tests are read from the input. Each passed test is reported with a random token that
-# arrives with the tests, so a program that exits early passes none. A program that reads the rest of the input itself
-# could learn the token; only tests of input and output can't be cheated.
+# One thread: the threads of a numerical library reserve address space, on many cores more than the limit.
+_ENV_VARS = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **dict.fromkeys(THREAD_VARS, "1")}
+# As with -I, no import comes from the program's folder or the user's home, but PYTHONHASHSEED counts.
+_OPTIONS = ("-P", "-s", "-B")
+# The program runs first, as a module that dataclasses and pickle find by name; then its tests are read from the input.
+# Each passed test is reported at once, with a random token that arrives with the tests, so a program that exits early
+# passes none. A program that reads the rest of the input itself could learn the token; only tests of input and output
+# can't be cheated.
 _HARNESS = """
-import json, sys
-space = {"__name__": "program"}
-exec(compile(json.loads(sys.stdin.readline()), "program", "exec"), space)
+import json, sys, types
+sys.modules["program"] = program = types.ModuleType("program")
+exec(compile(json.loads(sys.stdin.readline()), "program", "exec"), vars(program))
 tests, token, write = *json.loads(sys.stdin.readline()), sys.__stdout__.write
 for number, test in enumerate(tests):
     try:
-        exec(compile(test, "test", "exec"), space)
-    except Exception:
+        exec(compile(test, "test", "exec"), vars(program))
+    except BaseException:
         continue
     write(f"\\n{token} {number}\\n")
-sys.__stdout__.flush()
+    sys.__stdout__.flush()
 """
 
 
@@ -54,7 +58,8 @@ def unit_tests(
 ) -> float | None:
     """Return 1 if the program passes all tests, else 0; None if there are no tests.
 
-    The program is the completion's last block between ```` ``` ````, or the whole completion if it has none.
+    The program is the completion's last code block whose fence has the tag `python`, `python3` or `py`, or no tag; if
+    there is none, the last block; without blocks, the whole completion.
 
     Args:
         completion: the policy's response.
@@ -72,16 +77,16 @@ def unit_tests(
     cases = _parse_tests(tests)
     if not cases:
         return None
-    blocks = _CODE_BLOCK.findall(completion)
-    program = blocks[-1] if blocks else completion
+    program = program_of(completion)
     if isinstance(cases[0], str):
         passed = _count_passed_statements(program, [str(case) for case in cases], timeout_s, memory_gb)
         return passed / len(cases) if partial else float(passed == len(cases))
     passed = 0
     for stdin, expected in cases:
         run = _run(program, stdin, timeout_s, memory_gb)
-        passed += run.succeeded and _stripped_lines(run.output) == _stripped_lines(expected)
-        if not partial and not passed:
+        passes = run.succeeded and _stripped_lines(run.output) == _stripped_lines(expected)
+        passed += passes
+        if not partial and not passes:
             break
     return passed / len(cases) if partial else float(passed == len(cases))
 
@@ -128,7 +133,7 @@ def _run(program: str, stdin: str, timeout_s: float, memory_gb: float) -> _Progr
 
         try:
             completed = subprocess.run(
-                [sys.executable, "-I", "-B", str(path)], input=stdin.encode(errors="replace"), stdout=output,
+                [sys.executable, *_OPTIONS, str(path)], input=stdin.encode(errors="replace"), stdout=output,
                 stderr=subprocess.DEVNULL, cwd=folder, env={**_ENV_VARS, "HOME": folder, "TMPDIR": folder},
                 timeout=timeout_s, check=False, preexec_fn=restrict,
             )  # fmt: skip

@@ -9,7 +9,8 @@ from pathlib import Path
 
 # Variables that a process needs to run, and to encode text as the rank does.
 _ALLOWED_VARS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
-_THREAD_VARS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Variables that set how many threads numerical libraries start.
+THREAD_VARS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SCRATCH_VARS = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")
 _FILE_BYTES = 64 << 20
 _SCRATCH_BYTES = 1 << 30
@@ -70,5 +71,5 @@ def scrub_environment(environment: Mapping[str, str], scratch: Path, names: Iter
     allowed = {name: environment[name] for name in (*_ALLOWED_VARS, *names) if name in environment}
     path = os.pathsep.join(entry if entry else os.getcwd() for entry in sys.path)
     folders = dict.fromkeys(_SCRATCH_VARS, str(scratch))
-    threads = dict.fromkeys(_THREAD_VARS, "1")
+    threads = dict.fromkeys(THREAD_VARS, "1")
     return {**folders, **threads, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **allowed}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpack.rewards.code_execution import unit_tests
+from rlpack.rewards.code_execution import _run, unit_tests
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
@@ -15,6 +15,7 @@ from rlpack.rewards.pool.pool import RewardPool
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 ADD = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
+FORWARD = "from dataclasses import dataclass, fields\n@dataclass\nclass Node:\n    left: 'Node' = None"
 HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
 
 
@@ -31,6 +32,9 @@ HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
         ("", HOLDS, 0.0, 0.0),
         ("\ud800", HOLDS, 0.0, 0.0),
         (f"```python\nraise SystemExit\n```{DOUBLE}", HOLDS, 1.0, 1.0),
+        (f"First:\n```bash\npip install numpy\n```\n\n{DOUBLE}\n```text\n4\n```", HOLDS, 1.0, 1.0),
+        (FORWARD, "assert fields(Node)[0].name == 'left'", 1.0, 1.0),
+        (f"from __future__ import annotations\n{FORWARD}", "assert fields(Node)[0].name == 'left'", 1.0, 1.0),
         (ADD, [{"input": "1 2", "output": "3\n"}, {"input": "5 5", "output": "10"}], 1.0, 1.0),
         (ADD, {"inputs": ["1 2", "5 5"], "outputs": ["3", "11"]}, 0.0, 0.5),
         (ADD, '{"inputs": ["1 2"], "outputs": ["3 "]}', 1.0, 1.0),
@@ -80,6 +84,39 @@ def test_a_program_that_does_not_end_is_ended():
     assert unit_tests("while True: pass", HOLDS, timeout_s=0.5) == 0.0
     assert unit_tests("import time\ndef double(x): time.sleep(60)", [HOLDS], timeout_s=0.5) == 0.0
     assert time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "raise SystemExit", "raise KeyboardInterrupt"])
+def test_passed_tests_count_whatever_another_test_does(program):
+    tests = ["assert True", "assert f()", "assert True"]
+    share = unit_tests(f"def f():\n    {program}", tests, timeout_s=1.0, partial=True)
+    assert share == pytest.approx(1 / 3 if program.startswith("while") else 2 / 3)
+
+
+def test_no_test_runs_after_the_first_that_fails():
+    program = "n = int(input())\nwhile n > 1: pass\nprint(n)"
+    tests = [{"input": "1", "output": "1"}, *[{"input": "2", "output": "2"}] * 20]
+    began = time.monotonic()
+    assert unit_tests(program, tests, timeout_s=0.5) == 0.0
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_program_prints_a_set_in_the_same_order_each_time():
+    outputs = {_run("print({*map(str, range(50))})", "", 5.0, 1.0).output for _ in range(3)}
+    assert len(outputs) == 1
+    assert outputs != {""}
+
+
+def test_a_program_imports_nothing_from_its_folder_or_home_and_libraries_use_one_thread():
+    program = """
+import os, pathlib, site, sys
+folder = pathlib.Path(__file__).parent
+assert not [entry for entry in sys.path if entry == "" or pathlib.Path(entry).is_relative_to(folder)]
+assert not site.ENABLE_USER_SITE
+assert os.environ["OPENBLAS_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"] == "1"
+print("isolated")
+"""
+    assert _run(program, "", 5.0, 1.0).output == "isolated\n"
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])

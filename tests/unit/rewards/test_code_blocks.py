@@ -1,0 +1,46 @@
+import time
+
+import pytest
+
+from rlpack.rewards.code_blocks import program_of
+
+PYTHON = "```python\nx = 1\n```"
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("", ""),
+        (PYTHON, "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python3\nx = 1\n```", "x = 1\n"),
+        ("``` Python title='a.py'\nx = 1\n```", "x = 1\n"),
+        ("```{.py}\nx = 1\n```", "x = 1\n"),
+        ("```python\r\nx = 1\r\n```", "x = 1\r\n"),
+        (f"```bash\npip install x\n```\nThen:\n{PYTHON}", "x = 1\n"),
+        (f"Run ```sh\nls\n``` first.\n{PYTHON}", "x = 1\n"),
+        (f"{PYTHON}\n```text\n1\n```\n", "x = 1\n"),
+        (f"{PYTHON}\n```pycon\n>>> x\n```\n", "x = 1\n"),
+        (f"```py\nx = 0\n```\n{PYTHON}", "x = 1\n"),
+        (f"```python\nx = 0\n```Or:\n{PYTHON}", "x = 1\n"),
+        ("```c\nint x;\n```\n```js\nx\n```", "x\n"),
+        ("Here: ```python\nx = 1```", "x = 1"),
+        (f"Use ``` for code, or ```x```.\n{PYTHON}", "x = 1\n"),
+        ("  ```python\n  x = 1\n  ```\n", "  x = 1\n"),
+        ("```python\nx = '```'\n```", "x = '```'\n"),
+        ("```python\n'''\n    ```\n    y\n    ```\n'''\n```", "'''\n    ```\n    y\n    ```\n'''\n"),
+        ("````python\n```\n````", "```\n"),
+        (f"{PYTHON}\n```python\nx = 2", "x = 1\n"),
+        ("```python\nx = 1", "```python\nx = 1"),
+    ],
+)
+def test_the_program_is_the_last_block_that_may_be_python(completion, program):
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize("text", [" ", "`", "```a\n", "```a ", "```python\n", "x ``` y z\n", "a `` b\n", "````\n```\n"])
+def test_the_time_to_find_blocks_is_in_proportion_to_the_text(text):
+    began = time.monotonic()
+    program_of(text * (400_000 // len(text)))
+    assert time.monotonic() - began < 10.0
