@@ -111,3 +111,6 @@ def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
             # The signal itself: a scheduler that sends SIGTERM to all processes reaches the attempt directly, too. A
             # run counts two SIGTERMs within a second as one, but ends at once if a SIGINT follows a SIGTERM.
             attempt.send_signal(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT)
+            # Later ones are ignored by then (`rlpack.cli.signals`), but the second lets the attempt end at once.
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+                signal.signal(signal.SIGTERM, lambda number, frame: attempt.send_signal(number))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.observe.sinks import LogPhase
-from rlpack.observe.terminal import leave_closed_terminal
+from rlpack.observe.terminal import STANDARD_OUTPUT, discard, leave_closed_terminal
 from rlpack.observe.text import are_accuracies, mean_reward_format, shortened, visible
 
 # The metrics on a step's line, in order: metric, label, format.
@@ -75,14 +75,23 @@ class Sample:
 
 
 class _Output(RichConsole):
-    """A rich console that raises on a closed pipe, instead of exiting with code 1 and no message."""
+    """A rich console that raises on a closed pipe, instead of exiting with code 1 and no message.
+
+    Attributes:
+        needs_reader: false lets it discard what no one reads any more.
+    """
+
+    needs_reader = True
 
     def on_broken_pipe(self) -> None:
-        """Raise.
+        """Raise, or discard all further output.
 
         Raises:
-            StandardOutputClosedError: always.
+            StandardOutputClosedError: `needs_reader` is true.
         """
+        if not self.needs_reader:
+            discard(STANDARD_OUTPUT)
+            return
         raise StandardOutputClosedError(errno.EPIPE, "standard output is closed")
 
 
@@ -101,6 +110,11 @@ class Console:
         """Print to `output`; the default is standard output."""
         self._output = _Output(highlight=False) if output is None else output
         self.last_printed_at = time.monotonic()
+
+    def go_on_without_reader(self) -> None:
+        """Make a closed standard output no error from now on, if that is where this prints."""
+        if isinstance(self._output, _Output):
+            self._output.needs_reader = False
 
     def is_silent(self) -> bool:
         """Return whether nothing was printed for 10 s."""

@@ -45,7 +45,7 @@ from rlpack.observe.run_dir import (
 )
 from rlpack.observe.run_lock import RunLock
 from rlpack.observe.sinks import LogPhase, ResumePoint, Sink, check_packages, open_sinks, read_records
-from rlpack.observe.terminal import is_ignored_hangup, leave_closed_terminal
+from rlpack.observe.terminal import STANDARD_ERROR, discard, is_ignored_hangup, leave_closed_terminal
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.run_log import RunLog, attached_log, current_log
 from rlpack.user_code import Interrupted
@@ -348,8 +348,12 @@ class Run:
                 return
             raise Interrupted
         self.interrupted, self._interrupted_at = True, time.monotonic()
+        self._console.go_on_without_reader()  # Ctrl-C also ends the `tee` of a pipeline
         # Not through logging or rich, whose writes this handler may interrupt.
-        os.write(2, FIRST_INTERRUPT if self.has_begun else INTERRUPT_AT_START)
+        try:
+            os.write(STANDARD_ERROR, FIRST_INTERRUPT if self.has_begun else INTERRUPT_AT_START)
+        except OSError:
+            discard(STANDARD_ERROR)
 
 
 def _truncate_samples(path: Path, point: ResumePoint | None) -> None:

@@ -34,6 +34,46 @@ def usual_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+# An attempt that ends with the number of signals that it needs to end.
+STUBBORN = f"""#!{sys.executable}
+import signal, sys
+from pathlib import Path
+counts = []
+def count(number, frame):
+    counts.append(number)
+    Path(f"ready{{len(counts)}}").touch()
+    if len(counts) == 2:
+        sys.exit(130)
+signal.signal(signal.SIGTERM, count)
+Path("ready0").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_the_second_sigterm_of_a_supervisor_reaches_its_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual_handlers: None
+):
+    attempt = tmp_path / "attempt"
+    attempt.write_text(STUBBORN)
+    attempt.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(attempt))
+
+    def stop() -> None:
+        for number in range(2):
+            until = time.monotonic() + 60
+            while not (tmp_path / f"ready{number}").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.1)  # the supervisor goes back to waiting
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with termination_as_keyboard_interrupt():
+        assert supervise([], "run", 3) == 130
+    assert (tmp_path / "ready2").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_attempt_gets_the_signal_that_its_supervisor_got(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual_handlers: None, number: signal.Signals

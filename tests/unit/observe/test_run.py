@@ -316,6 +316,37 @@ def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+INTO_A_PIPE = """
+import sys, time
+from pathlib import Path
+from rlpack.config.schema import Config
+from rlpack.observe.run import Run
+with Run.start(Config(), Path(sys.argv[1])) as run:
+    run.log(1, {"reward/mean": 0.5})
+    while not run.interrupted:
+        time.sleep(0.01)
+    run.log(2, {"reward/mean": 0.6})
+    run.note("saved")
+(Path(sys.argv[1]) / "ended").touch()
+"""
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_ctrl_c_that_also_ends_the_reader_of_a_pipe_lets_the_run_save(tmp_path: Path, has_both: bool) -> None:
+    """As `rlpack train | tee log`, or `2>&1 | tee log`."""
+    error = subprocess.STDOUT if has_both else subprocess.DEVNULL
+    command = [sys.executable, "-c", INTO_A_PIPE, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error) as process:
+        assert process.stdout is not None
+        while b"step 1" not in (line := process.stdout.readline()):
+            assert line, "the run ended before its first step"
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert (tmp_path / "run" / "ended").exists()
+    assert len(list(read_records(tmp_path / "run" / "metrics.jsonl"))) == 2
+
+
 IN_A_TERMINAL = """
 import sys, time
 from pathlib import Path
