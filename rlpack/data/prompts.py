@@ -59,11 +59,20 @@ class Prompts:
         """The dataset's columns except prompt, answer and demonstration, including those that only some rows have."""
         return list(dict.fromkeys(name for example in self.examples for name in example.columns))
 
+    @cached_property
+    def _has_answers(self) -> bool:
+        return any(example.answer is not None for example in self.examples)
+
     def batch(self, rows: np.ndarray) -> BatchedDataDict:
-        """Return rows as `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns."""
+        """Return rows as `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns.
+
+        `answer` is the answers, or, if no example has one, the dataset's column of that name.
+        """
         examples = [self.examples[row] for row in rows]
         lists = {name: [example.columns.get(name) for example in examples] for name in self.column_names}
-        lists |= {name: [vars(example)[name] for example in examples] for name in ("uid", "prompt", "answer")}
+        own = ("uid", "prompt", "answer") if self._has_answers else ("uid", "prompt")
+        lists |= {name: [vars(example)[name] for example in examples] for name in own}
+        lists.setdefault("answer", [None] * len(examples))
         return BatchedDataDict({"input_ids": self.input_ids.select(rows), **lists})
 
     def demonstrations(self, rows: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> BatchedDataDict:

@@ -150,8 +150,12 @@ def check_signature(
     names = list(columns)
     missing = _missing_parameters(signature, set(names), set(arguments))
     if missing:
-        similar = "did you mean 'answer'?" if missing[0] in _ANSWERS and "answer" in names else ""
-        suggestion = similar or _suggest(missing[0], [*signature.texts, *names]) or f"set {key}.{missing[0]}"
+        of_answer = "did you mean 'answer'?" if "answer" in names else "set data.answer_column"
+        suggestion = (
+            (of_answer if missing[0] in {"answer", *_ANSWERS} else "")
+            or _suggest(missing[0], [*signature.texts, *names])
+            or f"set {key}.{missing[0]}"
+        )
         raise RewardError(
             f"{function_key}={signature.name} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
             f"and {key} has {sorted(arguments)}; {suggestion}"

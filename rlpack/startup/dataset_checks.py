@@ -99,7 +99,7 @@ def _check_split(config: Config, dataset: PromptDataset) -> None:
     if any(config.roles[name].target == JUDGE for name in started_roles(config)):
         from rlpack.rewards.judge_client import check_prompt_template
 
-        check_prompt_template(config.judge.prompt_template, ("uid", "answer", *names))
+        check_prompt_template(config.judge.prompt_template, ("uid", *_answer(config), *names))
     _check_prompts(config, dataset)
 
 
@@ -158,7 +158,7 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
 
     Args:
         config: the configuration.
-        columns: the dataset's, except prompt and answer.
+        columns: the dataset's, except prompt, demonstration and the column `data.answer_column`.
 
     Raises:
         RewardError: a function can't be found, or can't be called with the columns and its arguments.
@@ -182,10 +182,15 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
         if not is_custom:
             check_signature(
                 signatures[f"{key}.function"],
-                ("uid", "answer", "finish_reason", *columns),
+                ("uid", *_answer(config), "finish_reason", *columns),
                 arguments,
                 f"{key}.arguments",
             )
+
+
+def _answer(config: Config) -> tuple[str, ...]:
+    """Return the name by which functions get the column `data.answer_column`; no name if it is null."""
+    return () if config.data.answer_column is None else ("answer",)
 
 
 def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, PromptDataset]]:

@@ -2,8 +2,10 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 
 from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
 from rlpack.data.examples import Example, PromptDataset, fewest_tokens
 from rlpack.data.prompts import Prompts, tokenize_dataset
 from rlpack.data.tokenization import character_tokenizer
@@ -31,6 +33,21 @@ def test_a_batch_has_the_token_ids_and_columns_of_its_rows():
     assert [TOKENIZER.decode(row.tolist()) for row in batch["input_ids"].rows()] == ["1230=", "12="]
     assert (batch["uid"], batch["prompt"], batch["answer"]) == (["c", "a"], ["1230=", "12="], ["6", "3"])
     assert batch["level"] == [None, 1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "column", "expected"),
+    [
+        ((None, None), (None, None), [None, None]),
+        ((None, None), ("x", "y"), ["x", "y"]),
+        (("1", None), ("x", "y"), ["1", None]),
+    ],
+)
+def test_without_answers_a_batch_has_the_column_of_that_name(answers, column, expected):
+    rows = zip("ab", answers, column, strict=True)
+    examples = [Example(uid, "1=", answer, columns={"answer": other}) for uid, answer, other in rows]
+    split = Prompts(examples, Ragged.from_rows([[1], [1]], torch.int64))
+    assert split.batch(np.array([0, 1]))["answer"] == expected
 
 
 def test_demonstrations_are_responses_that_end_with_the_end_of_sequence():

@@ -1,15 +1,17 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from rlpack.batch.errors import DataError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Actor, Config, Data, Model, Placement, SFTWarmup, Trainer
+from rlpack.config.schema import Actor, Config, Data, Model, Placement, Reward, SFTWarmup, Trainer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.pools import Pool
 from rlpack.packing.batching import Batching
+from rlpack.rewards.errors import RewardError
 from rlpack.startup.dataset_checks import check_datasets
 
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
@@ -43,6 +45,33 @@ def test_a_prompt_of_megabytes_is_refused_without_a_tokenizer(data, tmp_path):
     check_datasets(
         Config(data=data.model_copy(update={"overlong_prompt": "drop"}), trainer=Trainer(prompts_per_step=2))
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "reward", "is_taken"),
+    [
+        ("answer", "answer", Reward(), True),
+        ("target", "target", Reward(), True),
+        ("answer", None, Reward(), True),
+        ("target", None, Reward(), False),
+        ("target", None, Reward(function="rlpack.rewards.math:equivalent"), False),
+        ("target", None, Reward(arguments={"answer": "2"}), True),
+        ("target", None, Reward(function="rlpack.rewards.functions:has_format"), True),
+        ("tests", None, Reward(function="rlpack.rewards.code_execution:unit_tests"), True),
+        ("target", None, Reward(function="optional_answer:f"), True),
+    ],
+)
+def test_a_function_that_needs_answers_needs_a_column_of_them(
+    data, tmp_path, monkeypatch, name, column, reward, is_taken
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "optional_answer.py").write_text("def f(completion, answer=None): return 1.0")
+    (tmp_path / "rows.jsonl").write_text(ROWS.replace("answer", name))
+    config = Config(
+        data=data.model_copy(update={"answer_column": column}), trainer=Trainer(prompts_per_step=2), reward=reward
+    )
+    with nullcontext() if is_taken else pytest.raises(RewardError, match=r"needs 'answer'; .*; set data.answer_column"):
+        check_datasets(config)
 
 
 def test_no_first_check_imports_pytorch_or_ray():
