@@ -7,11 +7,13 @@ The pool kills a row at `reward.timeout_s`, whatever sympy is doing.
 import logging
 import math
 import os
+import re
 from functools import cache, lru_cache
 from typing import Any
 
 from rlpack.installation import how_to_install
 from rlpack.rewards.errors import RewardError
+from rlpack.rewards.plain_notation import as_latex
 
 try:
     from math_verify import parse, verify
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Numbers of more bits aren't computed: they would take long, and Python prints no more than 4,300 digits.
 _MOST_BITS = 1 << 13
-_LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[")
+_LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
 
 
 def equivalent(completion: str, answer: object) -> float | None:
@@ -40,7 +42,7 @@ def equivalent(completion: str, answer: object) -> float | None:
 
     Args:
         completion: the policy's response; its answer is boxed, in LaTeX, or the last number.
-        answer: a number, or an expression as text, in LaTeX or not.
+        answer: a number, or an expression as text, in LaTeX or in the notation of programs (`2*pi`, `x**2`, `sqrt(2)`).
     """
     # Read even if there is no answer: a row that has a reward, by another function perhaps, is read again for majority
     # votes, outside the pool. A response that can't be read in time has to fail here.
@@ -124,10 +126,18 @@ def _silence_library() -> None:
 @lru_cache(4096)
 def _parse_answer(answer: str) -> tuple[Any, ...]:
     """Return the parsed answer; text without LaTeX delimiters is tried as LaTeX first."""
-    readings = [answer] if any(mark in answer for mark in _LATEX_MARKS) else [f"${answer}$", answer]
-    return next((tuple(parsed) for parsed in map(_parse, readings) if parsed), ())
+    readings = [answer, f"${answer}$"] if _LATEX_MARK.search(answer) else [f"${answer}$", answer]
+    parsed = next((tuple(parsed) for parsed in map(_parse, readings) if parsed), ())
+    latex = answer if "\\" in answer or "$" in answer else as_latex(answer)
+    translated = _parse(f"${latex}$") if latex != answer else []
+    if not translated or isinstance(translated[0], str):
+        return parsed
+    # A response may box the answer in the same notation, which is then compared as text.
+    return (*translated, *(part for part in parsed if isinstance(part, str)))
 
 
 def _parse(text: str) -> list[Any]:
+    """Return the expression and the text of the final answer; nothing if there is none, the text alone if it is odd."""
     _silence_library()
-    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    parsed = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return parsed or (_parse(text.replace(r"\$", "$")) if r"\$" in text else [])
