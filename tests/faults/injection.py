@@ -54,11 +54,12 @@ class Injection:
 
         With `active`, those that a rank of this role suffers in its call; else, those of all other processes.
         """
+        step = vars(self.of_thread).get("step", self.step)
         with self.lock:
             mine = [
                 fault
                 for fault in self.plan
-                if fault["phase"] == phase and fault["step"] == self.step and (fault["by"] == "order") == bool(active)
+                if fault["phase"] == phase and fault["step"] == step and (fault["by"] == "order") == bool(active)
             ]
             if active:
                 mine = [fault for fault in mine if fault["role"] == active]
@@ -185,6 +186,10 @@ class Hooks:
         finally:
             self.faults.of_thread.is_evaluating = False
 
+    def evaluate_ahead(self, original: Any, evaluations: Any, place: tuple[str, int], *args: Any) -> Any:
+        self.faults.of_thread.step = place[1]  # the next step may have started
+        return self.evaluate(original, evaluations, place, *args)
+
 
 def install(folder: Path, plan: list[dict[str, Any]]) -> None:
     """Let the faults of a plan happen in this process's run."""
@@ -206,7 +211,7 @@ def install(folder: Path, plan: list[dict[str, Any]]) -> None:
         (policy_stages, "row_advantages", hooks.advantages),
         (Session, "begin_step", hooks.begin_step),
         (Session, "_evaluate", hooks.evaluate),
-        (Evaluations, "_run", hooks.evaluate),
+        (Evaluations, "_run", hooks.evaluate_ahead),
     ):
         function = getattr(owner, name)
         setattr(owner, name, functools.wraps(function)(_around(hook, function)))
