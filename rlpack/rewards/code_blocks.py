@@ -3,12 +3,9 @@
 import re
 from collections.abc import Iterator
 
-# The first fence of a line, with the indentation and the text before it, and the info string after it. The quantifiers
-# are possessive, so a search takes time in proportion to the text.
-_OPENING = re.compile(
-    r"^(?P<indent>[ \t]*+)(?P<before>(?:(?!```)[^\n])*+)(?P<fence>`{3,}+)[ \t]*+(?P<tag>[^\s`]*+)(?P<rest>[^`\n]*+)\n",
-    re.MULTILINE,
-)
+# A line with a fence: the text before the first one, and after it. The quantifiers are possessive, so a search takes
+# time in proportion to the text.
+_FENCED_LINE = re.compile(r"^(?P<before>(?:(?!```)[^\n])*+)(?P<fence>`{3,}+)(?P<after>[^\n]*+)", re.MULTILINE)
 _PYTHON = re.compile(r"[{.]*(?:python|py)[\d.]*(?!\w)", re.IGNORECASE)
 
 
@@ -23,22 +20,59 @@ def program_of(completion: str) -> str:
     'import x'
     """
     blocks = list(_blocks(completion))
-    programs = [text for tag, text in blocks if not tag or _PYTHON.match(tag)] or [text for _, text in blocks]
+    programs = [text for tag, text in blocks if not tag or _is_python(tag)] or [text for _, text in blocks]
     return programs[-1] if programs else completion
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the tag and the text of each block that has a closing fence."""
-    position = 0
-    while opening := _OPENING.search(text, position):
-        position = opening.end()
-        if opening["before"] and opening["rest"].strip():  # a sentence about fences
-            continue
-        # A deeper fence, in a docstring for example, closes nothing; a fence may also follow the last line's code.
-        closing = re.compile(
-            rf"^(?:{opening['indent']})? {{0,3}}{opening['fence']}|(?<=[^\s`]){opening['fence']}[ \t]*+$", re.MULTILINE
-        ).search(text, position)
-        if closing is None:
-            return
-        yield opening["tag"], text[position : closing.start()]
-        position = closing.end()
+    opening = None
+    for line in _FENCED_LINE.finditer(text):
+        if opening is None:
+            opening = line if _opens(line) else None
+        elif _starts_program(line, opening):
+            opening = line
+        elif _closes(line, opening):
+            yield _tag(opening), text[opening.end() + 1 : line.start() + len(line["before"].rstrip())]
+            opening = None
+
+
+def _opens(line: re.Match[str]) -> bool:
+    """Whether a line outside blocks opens one; after text, which may be a sentence about fences, only with a tag."""
+    if "`" in line["after"]:
+        return False
+    return not line["before"].strip() or _is_python(line["after"].strip(), whole=True)
+
+
+def _starts_program(line: re.Match[str], opening: re.Match[str]) -> bool:
+    """Whether a line in a block opens another: the block is a wrapper, a line of text, or has no closing fence.
+
+    A fence in a program's docstring, which is deeper or shorter, opens nothing.
+    """
+    if line["before"].strip() or not _opens(line) or not _is_python(_tag(line)):
+        return False
+    tag = _tag(opening)
+    return _is_fence_of(line, opening) or bool(tag and not _is_python(tag))
+
+
+def _closes(line: re.Match[str], opening: re.Match[str]) -> bool:
+    """Whether a line closes a block: it starts with the fence, or has the fence after the last line's code."""
+    if line["before"].strip():
+        return len(line["fence"]) >= len(opening["fence"]) and not line["after"].strip()
+    return _is_fence_of(line, opening) and not _is_python(_tag(line))
+
+
+def _is_fence_of(line: re.Match[str], opening: re.Match[str]) -> bool:
+    """Whether a line that starts with a fence is at the level of a block: not shorter, and not deeper."""
+    before = opening["before"]
+    indent = before[: len(before) - len(before.lstrip(" \t"))]
+    depth = line["before"].removeprefix(indent)
+    return len(line["fence"]) >= len(opening["fence"]) and len(depth) <= 3 and not depth.strip(" ")
+
+
+def _tag(line: re.Match[str]) -> str:
+    return next(iter(line["after"].split(maxsplit=1)), "")
+
+
+def _is_python(tag: str, whole: bool = False) -> bool:
+    return bool(_PYTHON.fullmatch(tag) if whole else _PYTHON.match(tag))

@@ -33,13 +33,29 @@ PYTHON = "```python\nx = 1\n```"
         ("````python\n```\n````", "```\n"),
         (f"{PYTHON}\n```python\nx = 2", "x = 1\n"),
         ("```python\nx = 1", "```python\nx = 1"),
+        (f"I enclose the code in ``` delimiters.\n{PYTHON}", "x = 1\n"),
+        (f"Format: put it between ``` fences:\n\n{PYTHON}", "x = 1\n"),
+        (f"I enclose the code in ```\nas asked.\n{PYTHON}", "x = 1\n"),
+        (f"``` fences enclose the code.\n{PYTHON}", "x = 1\n"),
+        (f"I start with ```python\nas asked.\n{PYTHON}", "x = 1\n"),
+        (f"```markdown\nThe code:\n{PYTHON}\n```", "x = 1\n"),
+        (f"````markdown\n{PYTHON}\n````", "x = 1\n"),
+        (f"```python\nx = 0\n{PYTHON}", "x = 1\n"),
+        ("- ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```python\nx = 1 ```", "x = 1"),
+        ("```python\r\nx = 1 ```\r\nDone.", "x = 1"),
+        ("```python\n'''\n    ```python\n    y\n    ```\n'''\n```", "'''\n    ```python\n    y\n    ```\n'''\n"),
+        ("````python\n'''\n```python\ny\n```\n'''\n````", "'''\n```python\ny\n```\n'''\n"),
+        ("```python\nx = 1  # not ```x```\n```", "x = 1  # not ```x```\n"),
     ],
 )
 def test_the_program_is_the_last_block_that_may_be_python(completion, program):
     assert program_of(completion) == program
 
 
-@pytest.mark.parametrize("text", [" ", "`", "```a\n", "```a ", "```python\n", "x ``` y z\n", "a `` b\n", "````\n```\n"])
+@pytest.mark.parametrize(
+    "text", [" ", "`", "```a\n", "```a ", "```python\n", "x ``` y z\n", "a `` b\n", "````\n```\n", "```a\nx ```"]
+)
 def test_the_time_to_find_blocks_is_in_proportion_to_the_text(text):
     began = time.monotonic()
     program_of(text * (400_000 // len(text)))
