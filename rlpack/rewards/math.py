@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -17,9 +18,24 @@ from rlpack.rewards.plain_notation import as_latex
 
 try:
     from math_verify import parse, verify
-    from sympy import Add, Basic, Expr, Float, MatrixBase, Mul, Pow, Rational, log, nsimplify
+    from sympy import (
+        Abs,
+        Add,
+        Basic,
+        Expr,
+        Float,
+        Integer,
+        MatrixBase,
+        Mul,
+        Pow,
+        Rational,
+        ceiling,
+        floor,
+        log,
+        nsimplify,
+    )
     from sympy.concrete.expr_with_limits import ExprWithLimits
-    from sympy.functions.elementary.trigonometric import TrigonometricFunction
+    from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
 except ImportError as error:
     raise RewardError(
         f"rlpack.rewards.math needs math-verify, which is not installed; {how_to_install('math', os.environ)}"
@@ -29,7 +45,10 @@ logger = logging.getLogger(__name__)
 
 # Numbers of more bits aren't computed: they would take long, and Python prints no more than 4,300 digits.
 _MOST_BITS = 1 << 13
+# Functions whose values are about as large as their arguments, or smaller.
+_SMALL_FUNCTIONS = (Add, Mul, Abs, InverseTrigonometricFunction, TrigonometricFunction, ceiling, floor, log)
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
+_DOLLAR_SIGN = re.compile(r"(?<!\\)\\+\$")
 
 
 def equivalent(completion: str, answer: object) -> float | None:
@@ -86,35 +105,44 @@ def _num_bits(value: Any) -> float:
             num_bits = value.num.bc + abs(value.num.exp)
         case Rational():
             num_bits = int(value.p).bit_length() + int(value.q).bit_length()
+        case Pow() if value.exp.free_symbols:  # sympy doesn't multiply out such a power
+            num_bits = _num_bits(value.base) + _num_bits(value.exp)
         case Pow():
             num_bits = _num_bits(value.base) * _largest_value(value.exp)
         case ExprWithLimits():
             num_bits = math.inf
         case MatrixBase():
             num_bits = sum(map(_num_bits, value.flat()))
-        case Add() | Mul() | TrigonometricFunction() | log():
-            num_bits = sum(map(_num_bits, value.args))
-        case Expr() if value.args:  # a function that may grow as fast as the factorial, of fewer than n² bits
-            num_bits = math.prod(map(_largest_value, value.args)) ** 2
+        case Expr() if value.args and not isinstance(value, _SMALL_FUNCTIONS):
+            num_bits = _num_bits_of_function(value.args)
         case Basic():
-            num_bits = 1 + sum(map(_num_bits, value.args))
+            num_bits = (not value.args) + sum(map(_num_bits, value.args))
     return num_bits
 
 
-def _largest_value(value: Basic) -> float:
-    """Return an upper bound on the absolute value of an expression, at least 1.
+def _num_bits_of_function(args: Sequence[Basic]) -> float:
+    """Return the bound for a function that may grow as fast as the factorial; sympy computes it of numbers alone."""
+    numbers = [arg for arg in args if not arg.free_symbols]
+    # The factors of a value such as n! are no larger than n; those of a fraction have its bits too.
+    num_factors = sum(map(_largest_value, numbers))
+    if num_factors == math.inf:  # the bits of nested functions aren't found twice at each level
+        return math.inf
+    bits_of_factor = math.log2(num_factors + 1) + sum(_num_bits(arg) for arg in numbers if not isinstance(arg, Integer))
+    return num_factors * bits_of_factor + sum(_num_bits(arg) for arg in args if arg.free_symbols)
 
-    Of an expression with variables, return its size: sympy doesn't multiply out such a power.
-    """
-    num_bits = _num_bits(value)
+
+def _largest_value(value: Basic) -> float:
+    """Return an upper bound on the absolute value of a number, at least 1; infinity if it has many bits."""
     match value:
         case Float():
             return max(1.0, abs(float(value)))
         case Rational():
             return max(1, -(-abs(int(value.p)) // int(value.q)))
-        case _ if value.free_symbols:
-            return num_bits
-    return 2**num_bits if num_bits < _MOST_BITS.bit_length() else math.inf
+        case Pow(base=Integer()):
+            num_bits = math.log2(max(1, abs(int(value.base)))) * _largest_value(value.exp)
+        case _:
+            num_bits = _num_bits(value)
+    return 2**num_bits if num_bits <= _MOST_BITS.bit_length() else math.inf
 
 
 @cache
@@ -139,5 +167,8 @@ def _parse_answer(answer: str) -> tuple[Any, ...]:
 def _parse(text: str) -> list[Any]:
     """Return the expression and the text of the final answer; nothing if there is none, the text alone if it is odd."""
     _silence_library()
-    parsed = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    return parsed or (_parse(text.replace(r"\$", "$")) if r"\$" in text else [])
+    readings = [text, _DOLLAR_SIGN.sub("$", text)] if r"\$" in text else [text]
+    for reading in readings:
+        if parsed := parse(reading, parsing_timeout=None):  # pyright: ignore[reportArgumentType]
+            return parsed
+    return []

@@ -76,10 +76,23 @@ def test_answers_are_compared_by_value(completion, answer, reward):
         (r"\boxed{x = 2}", "Eq(x, 2)"),
         (r"\boxed{\{2, 3\}}", "{2, 3}"),
         (r"\boxed{\infty}", "oo"),
+        (r"\boxed{100!}", "factorial(100)"),
+        (r"\boxed{2^{2^{2^2}}}", "2**(2**(2**2))"),
+        (r"\boxed{100e^{0.05t}}", "100*exp(t/20)"),
+        (r"\boxed{\arctan(0.1x)}", "atan(x/10)"),
+        (r"\boxed{\sinh(0.1x)}", "sinh(x/10)"),
+        (r"\boxed{|0.1x|}", "Abs(x)/10"),
+        (r"\boxed{\binom{0.1n}{3}}", "binomial(n/10, 3)"),
+        (r"\boxed{1.05^{0.1t}}", "(21/20)**(t/10)"),
     ],
 )
 def test_the_text_of_an_answer_is_its_value_with_fractions(completion, text):
     assert final_answer_text(completion) == text
+
+
+@pytest.mark.parametrize("answer", ["e^{-0.1x}", "e^{-0.1 x}", r"\exp(-0.1x)", r"e^{-x \cdot 0.1}"])
+def test_functions_are_the_same_answer_however_they_are_written(answer):
+    assert final_answer_text(rf"\boxed{{{answer}}}") == "exp(-x/10)"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +114,11 @@ def test_the_text_of_an_answer_is_its_value_with_fractions(completion, text):
         r"\begin{pmatrix}0.5^{1000000000}\end{pmatrix}",
         r"\{9^{9^{9^9}}, 0.5\}",
         "x^{9^{9^9}}+0.5",
+        "0.5x+2^{x+9^{9^{9^9}}}",
+        "0.5+|9^{9^{9^9}}|",
+        "0.5+(10^9+0.5)!",
+        r"0.5+\binom{10^9}{5 \cdot 10^8}",
+        r"\binom{0.5+10^6}{10^6}",
     ],
     ids=lambda answer: answer[:30],
 )
@@ -119,3 +137,11 @@ def test_a_response_is_read_even_if_there_is_no_answer(answer, monkeypatch):
     monkeypatch.setattr(math, "_parse", lambda text: read.append(text) or parse(text))
     equivalent("It is 7.", answer)
     assert "It is 7." in read
+
+
+@pytest.mark.parametrize("text", ["\\" * 1500 + "$ x", "\\" * 100_000, r"\$" * 1500])
+def test_a_response_with_many_backslashes_is_read_twice_at_most(text, monkeypatch):
+    readings, parse = [], math.parse
+    monkeypatch.setattr(math, "parse", lambda reading, **options: readings.append(reading) or parse(reading, **options))
+    equivalent(text, None)
+    assert len(readings) <= 2
