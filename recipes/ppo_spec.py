@@ -31,8 +31,8 @@ def actor_reaches_peak_rate(config: Config) -> Iterator[str]:
     if warmup and 0 < updated <= optimizer.warmup_of(updated):
         yield (
             f"actor.optimizer.warmup_steps ({optimizer.warmup_steps:g}) leaves no step at peak rate, as only {updated} "
-            f"of the {steps} trainer.steps follow critic.warmup_steps={warmup} and update the actor; lower one of both "
-            "or raise trainer.steps"
+            f"of the {steps} trainer.steps follow critic.warmup_steps={warmup} and update the actor; lower either of "
+            "them, or raise trainer.steps"
         )
 
 

@@ -146,7 +146,7 @@ def compute_advantages(
 
     The advantage function gets the per-row columns that it names, including those that roles added. With
     `algorithm.kl_placement=reward`, the KL term is subtracted from the rewards first: summed over the response, or per
-    token by `reinforce_pp`, whose `advantages` are then [T]. Metrics are over the valid rows.
+    token by `reinforce_pp`, whose `advantages` are then [T]. Metrics are over the rows that are trained on.
     """
     settings, kl_coef = session.config.algorithm, reward_kl_coef(session)
     if settings.advantage == "reinforce_pp" and kl_coef > 0:

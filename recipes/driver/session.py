@@ -315,16 +315,17 @@ class Session:
         With drain, the checkpoint reads the waiting batch from the engines' ranks, which serve one caller at a time. It
         is therefore written before an evaluation that the run doesn't wait for is started.
         """
-        is_saved_first = self.config.rollout.publish == "drain" and self._evaluates_ahead(total, evaluate)
-        if is_saved_first:
-            self._save_if_due(is_last=False)
+        is_first = self.config.rollout.publish == "drain" and self._evaluates_ahead(total, evaluate)
+        is_saved = is_first and self._save_if_due(is_last=False)
         self._evaluate(total, evaluate)
-        if not is_saved_first:
+        if not is_saved:
             self._save_if_due(self.progress.step == total)
         self.completed = self._place
 
-    def _save_if_due(self, is_last: bool) -> None:
+    def _save_if_due(self, is_last: bool) -> bool:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
+
+        Return whether one was written.
 
         After the last step and after Ctrl-C it is written synchronously. After Ctrl-C the run ends once it is written.
         """
@@ -337,6 +338,7 @@ class Session:
             self.save(in_background=self.config.checkpoint.asynchronous)
         if is_saved:
             self.stop_if_interrupted()
+        return is_saved
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
         step.metrics |= self.restarts.pop_metrics() | self.engine_access.pop_metrics()

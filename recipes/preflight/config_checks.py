@@ -45,7 +45,7 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.score_requests import api_key
-from rlpack.startup.dataset_checks import check_enough_rows, check_reward_columns, check_stop_ids
+from rlpack.startup.dataset_checks import answer_columns, check_enough_rows, check_reward_columns, check_stop_ids
 from rlpack.startup.function_sources import advantage_columns, judges_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
@@ -221,7 +221,7 @@ def _check_judge(config: Config, roles: Sequence[str], *splits: Prompts) -> None
     """Raise unless the columns of the judge's prompt_template exist, and the API key of its server is set."""
     targets = {config.roles[role].target for role in roles}
     for split in splits if JUDGE in targets else ():
-        check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.column_names))
+        check_prompt_template(config.judge.prompt_template, ("uid", *answer_columns(config), *split.column_names))
     if targets & set(CALLS_SERVER) and config.placement.address is None:  # ranks elsewhere check their environment
         api_key(config.judge.api_key_env)
 

@@ -199,7 +199,7 @@ def newest_state(root: Path) -> dict[str, Any] | None:
     also says why checkpoints are skipped.
 
     Raises:
-        CheckpointError: another version of rlpack wrote it.
+        CheckpointError: another version of rlpack wrote it, or it can't be read for another reason than damage.
     """
     for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"

@@ -7,6 +7,7 @@ value never hides the key and the fix next to it.
 import re
 import sys
 
+from rlpack.observe.terminal import STANDARD_ERROR, discard
 from rlpack.observe.text import shortened
 
 _LONG_WORD = re.compile(r"\S{301,}")
@@ -14,8 +15,11 @@ _WORD, _LINE, _LINES = 160, 1200, 50
 
 
 def print_error(command: str, message: str) -> None:
-    """Print the error that ended `rlpack <command>`, shortened."""
-    print(f"rlpack {command}: {concise(message)}", file=sys.stderr)
+    """Print the error that ended `rlpack <command>`, shortened; a closed standard error is no further error."""
+    try:
+        print(f"rlpack {command}: {concise(message)}", file=sys.stderr, flush=True)
+    except OSError:
+        discard(STANDARD_ERROR)
 
 
 def concise(message: str) -> str:

@@ -29,6 +29,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Pause before the next attempt, in seconds, in which the processes of the last one end.
 _PAUSE_S = 3.0
 _LONGEST_PAUSE_S = 60.0
+_LOOK_S = 0.1
 # Signals that end a run on purpose.
 _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -104,7 +105,8 @@ def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
     is_interrupted = False
     while True:
         try:
-            code = attempt.wait()
+            while (code := attempt.poll()) is None:
+                time.sleep(_LOOK_S)  # `wait` would delay a Ctrl-C by a quarter of a second
             return code, is_interrupted or -code in _ON_PURPOSE
         except KeyboardInterrupt as interrupt:
             is_interrupted = True

@@ -33,8 +33,9 @@ def check_shared(pool: str, ranks: RayRanks, folder: Path) -> None:
     finally:
         marker.unlink(missing_ok=True)
     if blind:
+        subject = f"node {blind[0]} does" if len(blind) == 1 else f"nodes {', '.join(blind)} do"
         raise PlacementError(
-            f"node {', '.join(blind)} does not share run_dir with the driver: ranks of pool {pool} there don't see a "
+            f"{subject} not share run_dir with the driver: ranks of pool {pool} there don't see a "
             f"file that the driver wrote in {folder}, so the run's checkpoints would be incomplete; set run_dir to "
             "a folder on storage that all nodes mount at the same path"
         )

@@ -110,9 +110,10 @@ def check_missing(report: Mapping[str, Any], model: PreTrainedModel, source: str
 
 
 def unused_weights(model: PreTrainedModel, key: str) -> set[str]:
-    """Return the names of the weights that no role with this key uses: a critic has no output embedding."""
+    """Return the names of the weights that no role with this key uses: an output embedding of a critic, if untied."""
     head = model.get_output_embeddings() if key == "critic.path" else None
     weights = set() if head is None else {id(weight) for weight in head.parameters()}
+    weights -= {id(weight) for weight in model.get_input_embeddings().parameters()}
     return {name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in weights}
 
 

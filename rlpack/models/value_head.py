@@ -1,11 +1,15 @@
 """The value head in the files of `critic.path`, if they have one."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from rlpack.config.schema import Model
 from rlpack.models.errors import ModelError
@@ -31,15 +35,22 @@ def stored_value_head(model: Model, hidden_size: int, key: str) -> dict[str, Ten
         key: configuration key of the path, for the error.
 
     Raises:
-        ModelError: an export's head has other shapes.
+        ModelError: an export's head has other shapes, or is damaged.
+        OSError: a hub doesn't answer.
     """
     assert model.path is not None, "the head of a stored critic"
     arguments = hub_arguments(model.path, model, key)
     folder = Path(model.path).expanduser()
     source = str(folder) if folder.exists() else model.path
-    path = cached_file(source, FILE, _raise_exceptions_for_missing_entries=False, **arguments)
+    path = _head_file(source, arguments)
     if path is not None:
-        head = load_file(path)
+        try:
+            head = load_file(path)
+        except SafetensorError as error:
+            raise ModelError(
+                f"{key} is {model.path!r}, whose {FILE} can't be read: {error}; restore the file, or remove it to "
+                "start with a new value head"
+            ) from error
         shapes = {name: list(tensor.shape) for name, tensor in head.items()}
         if shapes != {WEIGHT: [1, hidden_size], BIAS: [1]}:
             raise ModelError(
@@ -55,3 +66,18 @@ def stored_value_head(model: Model, hidden_size: int, key: str) -> dict[str, Ten
         "weight": files.read(weight, torch.float32),
         "bias": files.read(bias, torch.float32) if bias in files.shapes else torch.zeros(1),
     }
+
+
+def _head_file(source: str, arguments: Mapping[str, Any]) -> Path | None:
+    """Return the path of the head's file; None if the folder or the hub's repository has none."""
+    if Path(source).is_dir():
+        return path if (path := Path(source) / FILE).is_file() else None
+    is_local = bool(arguments.get("local_files_only"))
+    try:
+        return Path(hf_hub_download(source, FILE, revision=arguments["revision"], local_files_only=is_local))
+    except LocalEntryNotFoundError:
+        if is_local:
+            return None
+        raise  # the connection was lost, so the repository may have the file
+    except EntryNotFoundError:
+        return None

@@ -99,7 +99,7 @@ def _check_split(config: Config, dataset: PromptDataset) -> None:
     if any(config.roles[name].target == JUDGE for name in started_roles(config)):
         from rlpack.rewards.judge_client import check_prompt_template
 
-        check_prompt_template(config.judge.prompt_template, ("uid", *_answer(config), *names))
+        check_prompt_template(config.judge.prompt_template, ("uid", *answer_columns(config), *names))
     _check_prompts(config, dataset)
 
 
@@ -182,13 +182,13 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
         if not is_custom:
             check_signature(
                 signatures[f"{key}.function"],
-                ("uid", *_answer(config), "finish_reason", *columns),
+                ("uid", *answer_columns(config), "finish_reason", *columns),
                 arguments,
                 f"{key}.arguments",
             )
 
 
-def _answer(config: Config) -> tuple[str, ...]:
+def answer_columns(config: Config) -> tuple[str, ...]:
     """Return the name by which functions get the column `data.answer_column`; no name if it is null."""
     return () if config.data.answer_column is None else ("answer",)
 

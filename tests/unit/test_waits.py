@@ -66,7 +66,7 @@ BOUNDED = {
         "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, deadline, what).result()",
         "rlpack/rollout/vllm/weight_sender.py: call.result()",
     },
-    "a run ends by the deadlines of its calls, or a user stops it": {"rlpack/cli/supervise.py: attempt.wait()"},
+    "a run ends by the deadlines of its calls, or a user stops it": {"rlpack/cli/supervise.py: attempt.poll()"},
     "an evaluation ends by the deadlines of its calls": {"recipes/driver/ahead.py: self._session.evaluations.wait()"},
     "it stands in a block with a deadline, `asyncio.timeout`": {
         "rlpack/rollout/vllm/row_requests.py: self._may_ask.wait()",

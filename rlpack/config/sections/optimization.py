@@ -22,8 +22,8 @@ class Optimizer(Section):
     )
     warmup_steps: NonNegative = Field(
         default=0.0,
-        description="Length of the linear warm-up: a number of steps or, if below 1, a fraction of the recipe's steps, "
-        "rounded down. The step after it has the peak rate.",
+        description="Length of the linear warm-up: a number of steps or, if below 1, a fraction of the steps that "
+        "train the role, rounded down. The step after it has the peak rate.",
     )
     min_lr_ratio: float = Field(
         default=0.0,

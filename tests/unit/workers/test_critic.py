@@ -61,7 +61,19 @@ def test_a_critic_continues_from_its_export_with_its_value_head(tmp_path: Path, 
     again = CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
     assert again.values(shard)["values"].values.tolist() == values.tolist()
     assert values.std() > 0.01
+    weights = load_file(tmp_path / "model.safetensors")
+    embedding = weights.pop("embed_tokens.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"critic\.path is .* lack \d weights of .*embed_tokens\.weight|lm_head\.weight"
+    ):
+        CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
+    whole = weights | {"embed_tokens.weight": embedding}
+    save_file(whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
     head = load_file(tmp_path / FILE)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:9])
+    with pytest.raises(ModelError, match=r"critic\.path is .*, whose value_head\.safetensors can't be read: "):
+        CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
     save_file(head | {WEIGHT: head[WEIGHT][:, :-1].clone()}, tmp_path / FILE)
     with pytest.raises(ModelError, match=r"critic\.path is .* value_head\.safetensors has .* instead of head\.weight"):
         CriticWorker.from_settings(RankContext(), later, tiny_tokenizer())
