@@ -135,7 +135,12 @@ def vllm_arguments(words: Sequence[str]) -> dict[str, Any]:
         if match is None:
             raise to_config_error(_unknown_word(word))
         try:
-            arguments[match[1]] = OverridesParser.create().parse_override(word).value()
+            override = OverridesParser.create().parse_override(word)
+            if override.is_sweep_override():
+                raise to_config_error(
+                    f"{word} has several values; write a list as vllm.{match[1]}=[a,b], or quote the value"
+                )
+            arguments[match[1]] = override.value()
         except HydraException as error:
             raise to_config_error(f"{word} can't be read: {str(error).splitlines()[0]}; quote its value") from error
     return arguments

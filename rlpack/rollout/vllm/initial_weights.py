@@ -20,7 +20,8 @@ from rlpack.rollout.layout_check import weights_and_buffers
 def initial_weights(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
     """Yield the model's folder or hub name; a new model is built and written, with equal weights for every engine."""
     if model.path is not None:
-        yield model.path
+        folder = Path(model.path).expanduser()
+        yield str(folder) if folder.is_dir() else model.path
         return
     with tempfile.TemporaryDirectory(prefix="rlpack-vllm-") as folder:
         built = build_causal_lm(

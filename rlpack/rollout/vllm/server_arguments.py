@@ -30,6 +30,8 @@ _SHORTEST = 32  # tokens
 # Checks the token of every request; vLLM's own check leaves some paths open.
 _MIDDLEWARE = "rlpack.rollout.vllm.require_token.RequireToken"
 _MAX_NUM_SEQS = 256
+# Lists that the server reads as JSON, instead of several words.
+_JSON_LISTS = {"allowed-origins", "allowed-methods", "allowed-headers"}
 
 
 def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model: str, name: str) -> dict[str, Any]:
@@ -94,6 +96,8 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     ['--max-model-len', '64', '--enforce-eager', '--no-enable-lora']
     >>> command_line({"hf_overrides": {"a": 1}, "served_model_name": ["x", "y"], "tokenizer": "-t"})
     ['--hf-overrides', '{"a": 1}', '--served-model-name', 'x', 'y', '--tokenizer=-t']
+    >>> command_line({"allowed_origins": ["*"], "lora_modules": [{"name": "a", "path": "/b"}]})
+    ['--allowed-origins', '["*"]', '--lora-modules', '{"name": "a", "path": "/b"}']
     """
     return [word for name, value in arguments.items() for word in _words(name.replace("_", "-"), value)]
 
@@ -103,10 +107,10 @@ def _words(name: str, value: Any) -> Iterator[str]:
         return
     if isinstance(value, bool):
         yield f"--{name}" if value else f"--no-{name}"
-    elif isinstance(value, list):
+    elif isinstance(value, list) and name not in _JSON_LISTS:
         yield f"--{name}"
-        yield from map(str, value)
-    elif (text := json.dumps(value) if isinstance(value, dict) else str(value)).startswith("-"):
+        yield from (json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
+    elif (text := json.dumps(value) if isinstance(value, dict | list) else str(value)).startswith("-"):
         yield f"--{name}={text}"
     else:
         yield from (f"--{name}", text)

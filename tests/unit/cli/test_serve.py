@@ -108,6 +108,7 @@ def test_a_token_that_no_header_takes_or_anyone_guesses_is_refused_without_being
         (["other"], "'other' is not an option; write vllm.<argument>=value"),
         (["max_num_seqs=3"], "'max_num_seqs=3' is not an option; write vllm.<argument>=value"),
         (["vllm.max_num_seqs=[1"], "vllm.max_num_seqs=[1 can't be read"),
+        (["vllm.served_model_name=a,b"], "vllm.served_model_name=a,b has several values; write a list as vllm."),
         (["vllm.max_num_sequences=1"], "is no engine argument of the installed vLLM; did you mean vllm.max_num_seqs?"),
         (["vllm.port=1"], "vllm.port: rlpack sets this argument of vLLM itself; set --port instead"),
         (["vllm.dtype=half"], "vllm.dtype: rlpack sets this argument of vLLM itself; set --dtype instead"),
