@@ -5,12 +5,14 @@ on GPUs takes a share of the device, whatever the model; on CPUs and with `rollo
 a given size.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
 from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config
+from rlpack.models.errors import ModelError
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 
 # vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
@@ -48,12 +50,16 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
         device_bytes: memory of its device.
     """
     numbers = sum(weight.numel() for weight in model.parameters())
-    shape, longest, gpus = Shape.of(model.config), longest_rollout(config), int(gpus_per_rank(config, "rollout"))
+    longest, gpus = longest_rollout(config), int(gpus_per_rank(config, "rollout"))
     running = min(rows, config.rollout.max_num_seqs)
     if config.rollout.engine == "hf":
         weights = 4 * numbers
         prepared = weights if not gpus and weights < _PREPARED_BYTES else 0
-        return EngineMemory(weights, int(_ROOM * shape.cache_bytes(running * longest, "fp32")) + prepared)
+        cache = 0
+        with suppress(ModelError):  # states of recurrent models don't grow with the row
+            cache = int(_ROOM * Shape.of(model.config).cache_bytes(running * longest, "fp32"))
+        return EngineMemory(weights, cache + prepared)
+    shape = Shape.of(model.config)
     dtype = config.rollout.dtype or config.actor.precision
     weights = numbers * (2 if dtype == "bf16" else 4) // max(1, gpus)
     settings = config.rollout

@@ -43,7 +43,7 @@ from rlpack.recipes.dry_run.batch_plan import (
 from rlpack.recipes.dry_run.changes import smaller, with_value
 from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
-from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, role_layout, role_memory
+from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, is_trained, role_layout, role_memory
 from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offload, run_memory
 from rlpack.recipes.dry_run.whole_models import bytes_at_start, model_of
 from rlpack.recipes.preflight.config_checks import check_before_start
@@ -127,7 +127,9 @@ class Estimator:
         roles: dict[str, RoleMemory] = {}
         for role, each in self.plans(config).items():
             model = self._model(config, role, each)
-            roles[role] = RoleMemory(model, role_offload(config, role), self._whole(config, role))
+            is_copied = config.checkpoint.asynchronous and is_trained(config, role)
+            copied = model.weights + model.optimizer if is_copied else 0
+            roles[role] = RoleMemory(model, role_offload(config, role), self._whole(config, role), copied)
         tokens = int(self.batch(config).lengths.sum())
         shape = router_shape(self.model) if config.actor.moe.replay_routing else None
         routing = 0 if shape is None else recorded_bytes(shape)

@@ -35,11 +35,13 @@ class RoleMemory:
         model: memory of its model.
         offload: what GPUs offload to host memory; `none` on CPUs.
         start: additional bytes while its model is built.
+        copied: bytes of the copy from which an asynchronous checkpoint is written, in host memory.
     """
 
     model: ModelMemory
     offload: Offload = "none"
     start: int = 0
+    copied: int = 0
 
     @property
     def host(self) -> int:
@@ -85,9 +87,8 @@ class PoolMemory:
     def kept(self) -> int:
         """Return the bytes on the device that live between all calls."""
         asleep = self.engine is None or self.engine.sleeps
-        return sum(role.kept for role in self.roles.values()) + (
-            0 if asleep or self.engine is None else self.engine.weights
-        )
+        roles = sum(role.kept + (0 if self.on_gpu else role.copied) for role in self.roles.values())
+        return roles + (0 if asleep or self.engine is None else self.engine.weights)
 
     @property
     def peak(self) -> int:
@@ -107,7 +108,7 @@ class PoolMemory:
         if not self.on_gpu:
             return self.peak
         asleep = self.engine.host if self.engine is not None else 0
-        return PROCESS_BYTES + asleep + sum(role.host for role in self.roles.values())
+        return PROCESS_BYTES + asleep + sum(role.host + role.copied for role in self.roles.values())
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,10 @@ def run_memory(
 
 
 def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routing: int = 0) -> int:
-    """Return the bytes of a batch's tokens in the object store, and of weights for the engines.
+    """Return the bytes of the tokens of all batches in the object store, and of weights for the engines.
+
+    With `trainer.lead`, there are up to two batches with drain; with in_flight, one for each step of the lead and of
+    the window of late groups.
 
     The weights are the buckets in flight or, with `trainer.lead`, `rollout.publish=drain` and `rollout.lora=merged`,
     all weights that were published last (`rlpack.recipes.driver.engine_restarts.keep_weights`).
@@ -191,6 +195,9 @@ def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routin
     names = _COLUMNS + (_SAMPLED if engine is not None else ())
     for role in started_roles(config):
         names += _OF_ROLES.get(role, ())
+    trainer = config.trainer
+    if trainer.lead:
+        tokens *= 2 if config.rollout.publish == "drain" else trainer.lead + trainer.late_groups.window
     width = sum(dtype.itemsize for name in names if (dtype := FIELDS[name].dtype) is not None)
     if engine is None:
         return tokens * (width + routing)

@@ -200,6 +200,8 @@ def _layouts(config: Config, estimator: Estimator) -> Iterator[dict[str, Any]]:
             continue
         sizes = dict(zip(_SIZES[:-1], (replicas, cp, tp, pp, ep), strict=True)) | {"dp_shard": -1}
         values = {f"actor.parallel.{name}": size for name, size in sizes.items()}
+        if config.actor.parallel.vpp > 1:
+            values["actor.parallel.vpp"] = 1
         yield from _with_context_method(config, estimator, values)
         for vpp in _VIRTUAL if pp > 1 else ():
             if num_layers % (pp * vpp) == 0:

@@ -18,7 +18,7 @@ def is_for_config(arguments: Sequence[str]) -> bool:
         return False
     previous = ""
     for word in arguments:
-        if not word.startswith("-") and previous not in _NUMBERS and "=" not in word:
+        if not word.startswith(("-", "~")) and previous not in _NUMBERS and "=" not in word:
             return False
         previous = word
     return True

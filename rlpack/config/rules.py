@@ -125,6 +125,11 @@ def _offload(config: Config) -> Iterator[str]:
                 f"{role}.offload is optimizer, but {key}.name is adamw_8bit, whose moments can't be moved and take a "
                 f"quarter of the memory anyway; set {role}.offload=none or parameters, or {key}.name=adamw"
             )
+        if optimizer.name == "adamw_8bit" and config.checkpoint.asynchronous:
+            yield (
+                f"checkpoint.asynchronous is true, but {key}.name is adamw_8bit, whose moments can't be copied for it; "
+                f"set checkpoint.asynchronous=false, or {key}.name=adamw"
+            )
     for role, section in (("reference", config.reference), ("reward_model", config.reward_model)):
         if section.offload == "optimizer":
             yield f"{role}.offload is optimizer, but {role} isn't trained; set it to parameters or none"

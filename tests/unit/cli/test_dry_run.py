@@ -76,6 +76,7 @@ def test_jobs_of_a_sweep_are_estimated_one_after_another(capsys: pytest.CaptureF
     [
         (["--suggest"], True),
         (["--suggest", "recipe=sft", "--memory-gb", "24"], True),
+        (["--suggest", "recipe=sft", "~data.generator"], True),
         (["lognormal", "--suggest"], False),
         (["lengths.jsonl", "--suggest", "--ranks", "8"], False),
         (["recipe=sft"], False),

@@ -40,6 +40,7 @@ BYPASS = "algorithm.correction.bypass=true"
             "set actor.moe.replay_routing=false, algorithm.correction.bypass=false, or algorithm.correction.reject",
         ),
         (("actor.optimizer.name=adamw_8bit", "actor.offload=optimizer"), "set actor.offload=none or parameters"),
+        (("actor.optimizer.name=adamw_8bit", "checkpoint.asynchronous=true"), "set checkpoint.asynchronous=false, or"),
     ],
 )
 def test_what_the_guide_lists_is_refused(words: tuple[str, ...], named: str):

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,19 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, SFTWarmup, Trainer
+from rlpack.config.schema import (
+    Actor,
+    Algorithm,
+    Checkpoint,
+    Config,
+    Data,
+    Model,
+    Placement,
+    Pool,
+    Rollout,
+    SFTWarmup,
+    Trainer,
+)
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.role_batching import ForwardBatching
@@ -25,7 +38,7 @@ from rlpack.packing import Batching
 from rlpack.recipes.dry_run.changes import smaller, with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, main, open_estimator, run_line
 from rlpack.recipes.dry_run.memory_report import change_lines, verdict
-from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
+from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory, store_bytes
 from rlpack.recipes.dry_run.whole_models import bytes_at_start
 from tests.builders import tiny_config, tiny_tokenizer
 
@@ -371,3 +384,31 @@ def test_offloaded_state_counts_as_host_memory():
     assert sizes["none"][1] == 0
     assert sizes["optimizer"][1] == role.model.optimizer == 2 * role.model.gradients
     assert sizes["parameters"][0] == 0
+
+
+def test_the_copy_for_asynchronous_checkpoints_counts():
+    (plain,), (copied,) = (
+        open_estimator(given, None).memory(given).pools
+        for given in (config(checkpoint=Checkpoint(asynchronous=is_copied)) for is_copied in (False, True))
+    )
+    model = plain.roles["actor"].model
+    assert copied.peak - plain.peak == model.weights + model.optimizer
+    assert replace(copied, on_gpu=True).host - replace(plain, on_gpu=True).host == model.weights + model.optimizer
+
+
+@pytest.mark.parametrize(
+    ("publish", "lead", "window", "batches"), [("drain", 0, 1, 1), ("drain", 1, 1, 2), ("in_flight", 4, 3, 7)]
+)
+def test_the_store_holds_the_batches_that_are_drawn_ahead(publish: Any, lead: int, window: int, batches: int):
+    trainer = Trainer.model_validate({"lead": lead, "late_groups": {"window": window}})
+    given = config("grpo", trainer=trainer, rollout=Rollout(publish=publish, engine="vllm"))
+    one = store_bytes(config("grpo"), 1000, None)
+    assert store_bytes(given, 1000, None) == batches * one
+
+
+def test_an_engine_of_transformers_needs_no_attention_heads():
+    mamba = {"model_type": "mamba", "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+    given = config("grpo", model=Model(config=mamba), batching=Batching(mode="dynamic", max_tokens=256))
+    engine = open_estimator(given, 80).memory(given).pools[0].engine
+    assert engine is not None
+    assert engine.weights > 0

@@ -94,6 +94,16 @@ def test_experts_are_divided_and_heads_that_cp_does_not_divide_use_gathered_keys
     assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
 
 
+def test_virtual_stages_of_the_configuration_are_not_those_of_every_layout():
+    deeper = Model(config=MODEL | {"num_hidden_layers": 4})
+    staged = Actor(isolation_check=False, parallel=Parallel(pp=2, vpp=2))
+    found = []
+    for given in (config(model=deeper), config(model=deeper, actor=staged)):
+        found.append(list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0)))
+        assert all(each.config.actor.parallel.vpp == each.layout[-1] for each in found[-1])
+    assert {each.layout for each in found[0]} == {each.layout for each in found[1]}
+
+
 def test_every_switch_is_tried_with_fixed_microbatches():
     batching = Batching(mode="fixed", micro_batch_size=2, max_tokens=None)
     given = config(2, batching=batching)
