@@ -1,5 +1,9 @@
-"""Cache dataset rows in the object store: upload each prompt once, not per step."""
+"""Cache dataset rows in the object store: upload each prompt once, not per step.
 
+Batches that are drawn at the same time read the same cache from several threads.
+"""
+
+import threading
 from collections.abc import Callable
 from functools import cached_property
 
@@ -24,6 +28,15 @@ class ByteBudget:
 
     def __init__(self, size: float) -> None:
         self.remaining = size
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> bool:
+        """Use `size` bytes if that many remain; return whether they do."""
+        with self._lock:
+            if size > self.remaining:
+                return False
+            self.remaining -= size
+            return True
 
 
 class DatasetCache:
@@ -60,6 +73,7 @@ class DatasetCache:
         self._block_bytes = block_bytes
         self._blocks: dict[int, BatchedDataDict] = {}
         self._is_full = False
+        self._lock = threading.Lock()
 
     def rows(self, positions: np.ndarray) -> BatchedDataDict:
         """Return the rows at these positions, int64 [n], in this order."""
@@ -87,13 +101,12 @@ class DatasetCache:
 
     def _cache(self, number: int) -> bool:
         """Store a block unless it exceeds the budget; return whether it is cached."""
-        if number in self._blocks or self._is_full:
+        with self._lock:  # also while it is stored: a second thread would store it again
+            if number in self._blocks or self._is_full:
+                return number in self._blocks
+            start = number * self._block_rows
+            block = self._load(np.arange(start, min(start + self._block_rows, self._num_rows)))
+            self._is_full = not self._byte_budget.take(offload_size(block))
+            if not self._is_full:
+                self._blocks[number] = self._store.offload(block, permanent=True)
             return number in self._blocks
-        start = number * self._block_rows
-        block = self._load(np.arange(start, min(start + self._block_rows, self._num_rows)))
-        size = offload_size(block)
-        self._is_full = size > self._byte_budget.remaining
-        if not self._is_full:
-            self._byte_budget.remaining -= size
-            self._blocks[number] = self._store.offload(block, permanent=True)
-        return not self._is_full

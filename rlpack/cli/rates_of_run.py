@@ -20,8 +20,9 @@ from rlpack.packing.analysis.running_ahead import Rates, generation_over_longest
 # A run's first steps are skipped, because they load and compile.
 _SKIPPED = 2
 # The parts of a step's time that are not training, with a lead and without one. ReMax's greedy responses come after the
-# others.
+# others. Engines that share GPUs with training wake and sleep only without a lead.
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
+_IN_TURNS = ("time/generate_s", "time/wake_s", "time/sleep_s", *_SCORING)
 
 
 class RunRates(NamedTuple):
@@ -69,7 +70,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     mean = float(np.average([one["rollout/response_tokens_mean"] for one in steps], weights=counts))
     responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
     slots, engines = _slots_and_engines(config, rows)
-    waits = _WAITS if any("rollout/lag" in one for one in steps) else ("time/generate_s", *_SCORING)
+    waits = _WAITS if any("rollout/lag" in one for one in steps) else _IN_TURNS
     train_s = statistics.median(
         one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
     )

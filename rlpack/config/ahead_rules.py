@@ -109,6 +109,11 @@ def _late_problems(config: Config) -> Iterator[str]:
             f"{name}, but recipe={config.recipe.name} needs all groups of a batch at once; set "
             "trainer.late_groups.window=1, or choose recipe=grpo or recipe=ppo"
         )
+    elif not recipe_of(config).draws_once:
+        yield (
+            f"{name}, but recipe={config.recipe.name} knows where a batch begins only once the one before it is drawn "
+            "(RecipeSpec.draws_once); set trainer.late_groups.window=1"
+        )
     if trainer.late_groups.share * trainer.prompts_per_step < 1:
         yield (
             f"{name}, but trainer.late_groups.share of {trainer.late_groups.share} of the {trainer.prompts_per_step} "

@@ -60,8 +60,8 @@ class RecipeSpec:
         runs_ahead: whether it takes its batches from `rlpack.recipes.driver.ahead`, as `trainer.lead` needs.
         draws_once: whether the batch of every step takes exactly `trainer.prompts_per_step` prompts from the stream, so
             that it is known where the next one begins.
-        takes_late_groups: whether it draws batches group by group (`draw_rollouts`, or a `draw_groups` of its queue) and
-            trains on any number of whole groups, as `trainer.late_groups.window` needs.
+        takes_late_groups: whether it draws batches group by group (`draw_rollouts`, or a `draw_groups` of its queue)
+            and trains on any number of whole groups, as `trainer.late_groups.window` needs; it also needs `draws_once`.
     """
 
     roles: tuple[str, ...] = ("actor", "rollout", "reward")

@@ -148,7 +148,7 @@ class Run:
         """
         if self._lock is not None:
             self._lock.check()
-        record = {**metrics, **self._times}
+        record = {**metrics, **{name: metrics.get(name, 0.0) + seconds for name, seconds in self._times.items()}}
         self._times = {}
         for sink in self._sinks:
             sink.log(step, phase, record)

@@ -1,3 +1,6 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +48,20 @@ def test_a_dataset_is_cached_once_as_far_as_it_fits_the_budget(budget: int, expe
     assert result[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
     assert store.offloaded == expected
     assert cache.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
+
+
+def test_threads_that_read_a_dataset_at_once_cache_each_block_once():
+    class SlowStore(CountingStore):
+        def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+            time.sleep(0.01)
+            return super().offload(batch, permanent=permanent)
+
+    whole, store = dataset(1024), SlowStore()
+    cache = DatasetCache(store, ByteBudget(4 * BLOCK), 1024, lambda index: whole.select(index))
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda _: cache.rows(np.array([1000, 3, 300, 700]))["uid"], range(3)))
+    assert found == [["row 1000", "row 3", "row 300", "row 700"]] * 3
+    assert store.offloaded == [(256, True)] * 4
 
 
 def test_datasets_share_a_byte_budget():

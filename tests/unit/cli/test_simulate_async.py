@@ -269,12 +269,16 @@ def test_a_role_without_a_pool_is_in_the_first_one(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("lead", [0, 1])
-def test_scoring_is_no_training(tmp_path: Path, lead: int, capsys: pytest.CaptureFixture[str]):
-    """Generation takes 10 s, a judge 60 and training 10; with a lead, a step waits 61 s for its batch."""
+def test_scoring_and_waking_engines_is_no_training(tmp_path: Path, lead: int, capsys: pytest.CaptureFixture[str]):
+    """Generation takes 10 s, a judge 60 and training 10; with a lead, a step waits 61 s for its batch.
+
+    Without one, engines that share GPUs also wake and sleep for 10 s.
+    """
     PlanRecord(6, (30, 50), Batching(max_tokens=64), num_ranks=1).write(tmp_path / LENGTHS)
     step = {"phase": "train", "time_s": 1.0, "rollout/response_tokens_mean": 30.0, "rollout/response_tokens_max": 40.0}
     step |= {"packing/real_tokens": 80.0, "time/generate_s": 10.0, "time/reward_s": 60.0, "time/sync_s": 1.0}
-    step |= {"time/step_s": 71.0, "time/wait_s": 60.0, "rollout/lag": 1.0} if lead else {"time/step_s": 81.0}
+    in_turns = {"time/step_s": 91.0, "time/wake_s": 4.0, "time/sleep_s": 6.0}
+    step |= {"time/step_s": 71.0, "time/wait_s": 60.0, "rollout/lag": 1.0} if lead else in_turns
     (tmp_path / METRICS).write_text("".join(json.dumps(step | {"step": number}) + "\n" for number in range(1, 7)))
     assert simulate(str(tmp_path), "--ranks", "2", "--leads", "1") == 0
     out = capsys.readouterr().out

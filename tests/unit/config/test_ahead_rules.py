@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from rlpack.config.ahead_rules import ahead_problems, ahead_warnings
+from rlpack.config.recipes import RecipeSpec
 from rlpack.config.schema import Config, Placement, Pool, Role, Rollout, Trainer
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.config.warnings import config_warnings
@@ -123,6 +124,13 @@ def test_recipes_that_need_whole_batches_refuse_a_window(recipe: str):
     assert problem.startswith(
         f"trainer.late_groups.window is 2, but recipe={recipe} needs all groups of a batch at once"
     )
+
+
+def test_a_window_needs_a_recipe_whose_batches_have_known_places(monkeypatch: pytest.MonkeyPatch):
+    spec = RecipeSpec(runs_ahead=True, takes_late_groups=True)
+    monkeypatch.setattr("rlpack.config.ahead_rules.recipe_of", lambda config: spec)
+    (problem,) = problems(generation=in_flight(), late={"late_groups": {"window": 2}}, rollout="engines")
+    assert problem.startswith("trainer.late_groups.window is 2, but recipe=grpo knows where a batch begins only once")
 
 
 def test_a_window_in_which_no_group_may_be_late_is_refused():
