@@ -34,7 +34,7 @@ def usual_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-# An attempt that ends with the number of signals that it needs to end.
+# An attempt that ends at the second SIGTERM, as a run does.
 STUBBORN = f"""#!{sys.executable}
 import signal, sys
 from pathlib import Path
@@ -51,14 +51,19 @@ while True:
 """
 
 
+def replace_attempt(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Let a script take the place of Python in the folder, which becomes the working directory."""
+    attempt = folder / "attempt"
+    attempt.write_text(script)
+    attempt.chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", str(attempt))
+
+
 def test_the_second_sigterm_of_a_supervisor_reaches_its_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual_handlers: None
 ):
-    attempt = tmp_path / "attempt"
-    attempt.write_text(STUBBORN)
-    attempt.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(attempt))
+    replace_attempt(tmp_path, monkeypatch, STUBBORN)
 
     def stop() -> None:
         for number in range(2):
@@ -79,11 +84,7 @@ def test_an_attempt_gets_the_signal_that_its_supervisor_got(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usual_handlers: None, number: signal.Signals
 ):
     # A run that a scheduler also sends SIGTERM to takes both for one, but a SIGINT for the request to end at once.
-    attempt = tmp_path / "attempt"
-    attempt.write_text(ATTEMPT)
-    attempt.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(attempt))
+    replace_attempt(tmp_path, monkeypatch, ATTEMPT)
 
     def stop() -> None:
         until = time.monotonic() + 60
