@@ -156,7 +156,7 @@ class AheadQueue:
             self._set_mini_batches(rollouts.num_rows)
             return rollouts
         rollouts = own.drawn(self._replace_failed_engines)
-        step.metrics |= own.context.metrics | own.context.timer.as_metrics()
+        step.metrics |= own.context.metrics_of_draw()
         return rollouts
 
     def _set_mini_batches(self, num_rows: int) -> None:

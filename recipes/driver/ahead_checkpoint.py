@@ -51,7 +51,7 @@ def _entry(session: Session, target: Path, started: StartedBatch, rows: BatchedD
         write_batch(session.store.fetch(rows), target / f"step-{context.number}")
         entry |= {
             "prompts_consumed": context.progress.prompts_consumed,
-            "metrics": context.metrics | context.timer.as_metrics(),
+            "metrics": context.metrics_of_draw(),
             "counts": {} if started.groups is None else started.groups.counts,
         }
     return entry

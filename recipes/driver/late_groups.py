@@ -170,9 +170,6 @@ class LateGroups:
 
 
 def _of_whole_batch(context: StepContext) -> dict[str, float]:
-    """Return the metrics of a draw that are known once all of it has ended; they add up over batches.
-
-    Times of a batch that a checkpoint held are metrics; others are in the timer.
-    """
-    own = {name: value for name, value in context.metrics.items() if name in _OF_DRAW or name.startswith("time/")}
-    return own | context.timer.as_metrics()
+    """Return the metrics of a draw that are known once all of it has ended; they add up over batches."""
+    metrics = context.metrics_of_draw()
+    return {name: value for name, value in metrics.items() if name in _OF_DRAW or name.startswith("time/")}

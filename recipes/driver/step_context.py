@@ -23,6 +23,7 @@ from rlpack.batch.store import Lease
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
+from rlpack.observe.draw_times import as_times_of_draw
 from rlpack.packing import MicrobatchPlan
 from rlpack.packing.analysis.rank_loads import sequence_length_metrics
 from rlpack.recipes.driver.progress import Progress
@@ -87,6 +88,13 @@ class StepContext:
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
         self.progress = replace(self.progress, **changes)
+
+    def metrics_of_draw(self) -> dict[str, float]:
+        """Return the metrics and times of a batch that was drawn in this context, ahead of the step that takes it.
+
+        Times of a batch that a checkpoint held are among the metrics.
+        """
+        return self.metrics | as_times_of_draw(self.timer.as_metrics())
 
     def discard_calls(self, groups: Mapping[str, WorkerGroup[Any]]) -> None:
         """Discard the results of calls that the step never waited for; running background calls finish unobserved."""

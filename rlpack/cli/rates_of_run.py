@@ -12,6 +12,7 @@ import numpy as np
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.plan_from_run import read_record
+from rlpack.cli.scoring_time import overlap
 from rlpack.cli.token_time import TokenTime, token_time
 from rlpack.observe.run_dir import METRICS, read_config
 from rlpack.observe.sinks import read_records
@@ -23,6 +24,8 @@ _SKIPPED = 2
 # others. Engines that share GPUs with training wake and sleep only without a lead.
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
 _IN_TURNS = ("time/generate_s", "time/wake_s", "time/sleep_s", *_SCORING)
+# Parts of training that need no rewards, and so overlap scoring without a lead.
+_BEFORE_REWARDS = ("time/logprobs_s", "time/correction_s", "time/reference_s")
 
 
 class RunRates(NamedTuple):
@@ -33,12 +36,14 @@ class RunRates(NamedTuple):
         rates: of generation, training and publication.
         train_ranks: the ranks that trained; None if the rates are not those of a run.
         most_responses: most responses that an engine generated at a time; None if the time of a token is not measured.
+        hides_scoring: some of the time of scoring is not measured, because it overlapped other work.
     """
 
     lengths: np.ndarray
     rates: Rates
     train_ranks: int | None = None
     most_responses: int | None = None
+    hides_scoring: bool = False
 
 
 def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
@@ -70,27 +75,55 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
     mean = float(np.average([one["rollout/response_tokens_mean"] for one in steps], weights=counts))
     responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
     slots, engines = _slots_and_engines(config, rows)
-    waits = _WAITS if any("rollout/lag" in one for one in steps) else _IN_TURNS
-    train_s = statistics.median(
-        one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
-    )
     train_ranks = _ranks_of(config, "actor") or record.num_ranks
+    phases = _phases(run_dir, steps)
     rates = Rates(
         slots=slots,
-        train_tokens_per_s=_median(steps, "packing/real_tokens") / max(train_s, 1e-9) / train_ranks,
+        train_tokens_per_s=_median(steps, "packing/real_tokens") / max(phases.train_s, 1e-9) / train_ranks,
         publish_s=_median(steps, "time/sync_s"),
         prompt_tokens=prompt,
         rows_per_step=rows,
-        score_s=sum(_median(steps, name) for name in _SCORING),
+        score_s=phases.score_s,
+        share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
     )
+    run_rates = RunRates(responses, rates, train_ranks, hides_scoring=phases.hides_scoring)
     if token_s is not None:
-        return RunRates(responses, replace(rates, token_s=token_s), train_ranks)
+        return run_rates._replace(rates=replace(rates, token_s=token_s))
     if _is_in_flight(config):
         measured_time = _token_time_in_flight(run_dir, config)
     else:
         measured_time = _token_time_of_batches(run_dir, config, steps, responses, rates, engines)
     rates = replace(rates, token_s=measured_time.alone_s, token_s_per_response=measured_time.per_response_s)
-    return RunRates(responses, rates, train_ranks, measured_time.most_responses)
+    return run_rates._replace(rates=rates, most_responses=measured_time.most_responses)
+
+
+class _Phases(NamedTuple):
+    """Median seconds of a step in training, in scoring after generation, and in training before the wait for rewards.
+
+    Without a lead and without spans, scoring that overlaps training is not measured (`hides_scoring`).
+    """
+
+    train_s: float
+    score_s: float
+    before_rewards_s: float = 0.0
+    hides_scoring: bool = False
+
+
+def _phases(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> _Phases:
+    """Return the times of a run's steps with generation."""
+    has_lead = any("rollout/lag" in one for one in steps)
+    others = (*(_WAITS if has_lead else _IN_TURNS), "time/sync_s")
+    train_s = statistics.median(one["time/step_s"] - sum(one.get(name, 0.0) for name in others) for one in steps)
+    waits_s = sum(_median(steps, name) for name in _SCORING)
+    if has_lead:
+        return _Phases(train_s, waits_s)
+    measured_overlap = overlap(run_dir, _SKIPPED)
+    if measured_overlap is None:
+        return _Phases(train_s, waits_s, hides_scoring=any(_median(steps, name) for name in _BEFORE_REWARDS))
+    score_s, before_s = waits_s + measured_overlap.scoring_s, measured_overlap.training_s
+    greedy_s = _median(steps, "time/greedy_s")
+    # Greedy responses, which count as scoring, are generated before training begins.
+    return _Phases(train_s, score_s, min(before_s, score_s - greedy_s) if greedy_s else before_s)
 
 
 def late_window(run_dir: Path) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
+from rlpack.cli.leads_of_run import lead_limit
 from rlpack.cli.plan_options import OptionParser
 from rlpack.cli.rates_of_run import RunRates, gpus_per_rank, late_window, measured
 from rlpack.cli.tables import table
@@ -84,7 +85,7 @@ def _simulate(given: argparse.Namespace) -> None:
     measured_rates = _lengths_and_rates(given)
     lengths = measured_rates.lengths
     rates, ranks = _with_options(measured_rates.rates, given), _whole_number("--ranks", given.ranks, 2, MAX_RANKS)
-    leads = tuple(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in (given.leads or "0,1,2,4").split(","))
+    leads = _leads(given)
     print(_rates_line(lengths, rates))
     window = late_window(Path(given.lengths))
     if window > 1:
@@ -92,7 +93,7 @@ def _simulate(given: argparse.Namespace) -> None:
             f"trainer.late_groups.window={window} of the run is not simulated, but adds {window - 1} to the bound of "
             "setups with in_flight"
         )
-    every = list(setups(ranks, tuple(dict.fromkeys(leads))))
+    every = list(setups(ranks, leads))
     bounds = {_name(setup): _bound(setup, window) for setup in every}
     left_out = [] if limit is None else [name for name, bound in bounds.items() if bound > limit]
     steps = min(_MOST_STEPS, max(_LEAST_STEPS, _SIMULATED_ROWS // rates.rows_per_step))
@@ -112,10 +113,32 @@ def _simulate(given: argparse.Namespace) -> None:
     header = ("setup", "engines", "training", "steps/h", "s a step", "training idle %", "engines idle %", "staleness")
     print(table(header, [_cells(setup, found, _bound(setup, window)) for setup, found in best.values()]))
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
-    for note in _notes(measured_rates, rates, setup, has_train_rate=given.train_tokens_per_s is not None):
+    for note in _notes(measured_rates, rates, setup, given=given):
         print(note)
     keys = _keys(setup, *gpus_per_rank(Path(given.lengths)))
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {keys}")
+
+
+def _leads(given: argparse.Namespace) -> tuple[int, ...]:
+    """Return the leads to forecast, without those that the run's recipe refuses, which are printed.
+
+    Raises:
+        PackingError: a lead is not a number within the limits, or the recipe refuses all of them.
+    """
+    texts = (given.leads or "0,1,2,4").split(",")
+    leads = tuple(dict.fromkeys(_whole_number("--leads", text, 0, _LONGEST_LEAD) for text in texts))
+    limit = lead_limit(Path(given.lengths))
+    if limit.longest is None:
+        if limit.reason:
+            print(limit.reason)
+        return leads
+    refused = ", ".join(f"{lead}" for lead in leads if lead > limit.longest)
+    kept = tuple(lead for lead in leads if lead <= limit.longest)
+    if not kept:
+        raise PackingError(f"--leads has {refused}, but {limit.reason}; include {limit.longest}")
+    if refused:
+        print(f"left out: trainer.lead={refused}, because {limit.reason}")
+    return kept
 
 
 def _rates_line(lengths: np.ndarray, rates: Rates) -> str:
@@ -130,20 +153,25 @@ def _rates_line(lengths: np.ndarray, rates: Rates) -> str:
     )
 
 
-def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, has_train_rate: bool) -> Iterator[str]:
+def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argparse.Namespace) -> Iterator[str]:
     """Yield what the forecast of a setup assumes beyond the measurements.
 
     Args:
         measured_rates: what a run has measured.
         rates: the rates of the forecast.
         setup: the setup.
-        has_train_rate: the rate of training was given, not measured.
+        given: the options, which replace measurements.
     """
-    if measured_rates.train_ranks not in (None, setup.train_ranks) and not has_train_rate:
+    if measured_rates.train_ranks not in (None, setup.train_ranks) and given.train_tokens_per_s is None:
         yield (
             f"tokens/s a rank were measured on {counted(measured_rates.train_ranks, 'training rank')}, and are assumed "
             f"to be the same on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, "
             "so compare with a short run of the setup"
+        )
+    if measured_rates.hides_scoring and given.score_s is None:
+        yield (
+            "scoring that overlapped the log-prob pass of the run is not counted, because the run has no spans of it; "
+            "with a lead, steps may take longer, so give --score-s"
         )
     responses = setup.responses_of_an_engine(rates)
     if measured_rates.most_responses is not None and responses > _FURTHER * measured_rates.most_responses:

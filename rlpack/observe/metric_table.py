@@ -230,9 +230,7 @@ METRICS: dict[str, Metric] = {
     "time/wake_s": Metric("s", "Waking the engines before generation (rollout.sleep_level)."),
     "time/sleep_s": Metric("s", "Letting the engines sleep after generation."),
     "time/reward_s": Metric("s", "Waiting for rewards, without the scoring that overlaps generation and log-probs."),
-    "time/logprobs_s": Metric(
-        "s", "Log-probs of the policy before its update; may include scoring, as for generation."
-    ),
+    "time/logprobs_s": Metric("s", "Log-probs of the policy before its update; this, too, may include scoring."),
     "time/reference_s": Metric("s", "Waiting for the reference's log-probs, without what overlaps other work."),
     "time/values_s": Metric("s", "Values of the critic before its update."),
     "time/update_critic_s": Metric("s", "Forward, backward and optimizer step of the critic."),
@@ -247,6 +245,7 @@ METRICS: dict[str, Metric] = {
     ),
     "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
     "time/recipe/<name>": Metric("s", "A part of the step that a recipe outside of rlpack measures."),
+    "time/draw/<name>": Metric("s", "Such a part of the draw of a batch that was drawn ahead (trainer.lead)."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/restart_s": Metric("s", "Starting ranks again after a fault; the calls that needed them include it."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split; with trainer.lead, while the next step trains."),

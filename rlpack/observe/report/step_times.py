@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Self
 
 from matplotlib.figure import Figure
 
+from rlpack.observe.draw_times import is_of_draw
 from rlpack.observe.report.plot_style import FAINT, REWARD, WASTE, despine
 
 Records = Sequence[Mapping[str, Any]]
 OTHER = "other"
-# Parts of drawing a batch. With `trainer.lead`, which alone has the part `wait`, batches are drawn while steps train.
-_OF_DRAW = frozenset({"generate", "greedy", "reward", "wake", "sleep"})
+# Only steps with `trainer.lead` have this part; their batches are drawn while other steps train.
 _WAIT = "wait"
 # Training waits for checkpoints between steps; the next record has the time.
 _BETWEEN = "checkpoint"
@@ -52,7 +52,7 @@ class StepTimes(NamedTuple):
             elif record["phase"] == "sft_warmup":
                 parts["warm-up"] += sum(times.values()) if step_s is None else step_s
             else:
-                drawn = _OF_DRAW if _WAIT in times else frozenset[str]()
+                drawn = {name for name in times if _WAIT in times and is_of_draw(name)}
                 for name, seconds in times.items():
                     (meanwhile if name in drawn else parts)[name] += seconds
                 own_s = sum(seconds for name, seconds in times.items() if name not in drawn)

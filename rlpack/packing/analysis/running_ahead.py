@@ -2,9 +2,9 @@
 
 Each slot of an engine generates one response at a time. A token takes `token_s` seconds, and `token_s_per_response`
 more for each other response in the engine. The responses of a batch take free slots in order, and the batch is complete
-when its last response has a reward. Training takes time proportional to the tokens per rank. Weights are then
-published, during which the engines pause. `lead` and the two ways to publish mean the same as in a run
-(`rlpack.recipes.driver.ahead`).
+when its last response has a reward. Training takes time proportional to the tokens per rank. In turns, scoring overlaps
+the part of it that needs no rewards. Weights are then published, during which the engines pause. `lead` and the two
+ways to publish mean the same as in a run (`rlpack.recipes.driver.ahead`).
 """
 
 from collections import deque
@@ -20,6 +20,7 @@ from rlpack.packing.errors import PackingError
 Publish = Literal["drain", "in_flight"]
 # At least this many first steps, which fill the pipeline, are not counted.
 _WARM_UP = 5
+_MAY_BE_ZERO = frozenset({"token_s_per_response", "publish_s", "prompt_tokens", "score_s", "share_before_rewards"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Rates:
         prompt_tokens: mean length of a prompt in tokens.
         rows_per_step: responses per step.
         score_s: seconds from the last response of a batch to its last reward, in which no engine works for it.
+        share_before_rewards: share of training that needs no rewards, such as the pass over old log-probs.
 
     Raises:
         PackingError: a value is out of range.
@@ -48,12 +50,13 @@ class Rates:
     prompt_tokens: float = 128.0
     rows_per_step: int = 256
     score_s: float = 0.0
+    share_before_rewards: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every value."""
         for field in fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("token_s_per_response", "publish_s", "prompt_tokens", "score_s")
+            may_be_zero = field.name in _MAY_BE_ZERO
             if not np.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 raise PackingError(
                     f"{field.name} is {value:g}; it has to be finite and {'at least' if may_be_zero else 'above'} 0"
@@ -145,7 +148,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
             waiting.append(engines.add(now, rows[started]))
             started += 1
         batch = waiting.popleft()
-        scored = engines.finish(batch) + rates.score_s
+        scored = engines.finish(batch) + _wait_for_scores_s(rates, setup, train_s[step])
         waited_s += max(0.0, scored - now)
         now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
@@ -169,6 +172,15 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         staleness_mean=float(staleness.mean()),
         staleness_max=int(staleness.max()),
     )
+
+
+def _wait_for_scores_s(rates: Rates, setup: Setup, train_s: float) -> float:
+    """Return the seconds from a batch's last response to its last reward in which a step waits for nothing else.
+
+    With a lead, all of a batch is scored before a step takes it.
+    """
+    overlap_s = 0.0 if setup.lead else rates.share_before_rewards * train_s
+    return max(0.0, rates.score_s - overlap_s)
 
 
 def generation_over_longest(

@@ -287,6 +287,133 @@ def test_scoring_and_waking_engines_is_no_training(tmp_path: Path, lead: int, ca
     assert float(drain.split()[6]) == pytest.approx(71.0, rel=0.05)
 
 
+def run_in_turns(folder: Path, times: dict[str, float], parts: list[tuple[str, float, float]], score_s: float) -> None:
+    """Write a run without a lead whose steps of 40 s have these times, and these parts from second to second.
+
+    Its reward role scores from second 2 for `score_s`.
+    """
+    PlanRecord(6, (30, 50), Batching(max_tokens=64), num_ranks=1).write(folder / LENGTHS)
+    step = {"phase": "train", "time_s": 1.0, "rollout/response_tokens_mean": 30.0, "rollout/response_tokens_max": 40.0}
+    step |= {"packing/real_tokens": 80.0, "time/step_s": 40.0, **times}
+    (folder / METRICS).write_text("".join(json.dumps(step | {"step": number}) + "\n" for number in range(1, 7)))
+    (folder / "spans").mkdir()
+    lines: dict[str, list[tuple[str, float, float, str]]] = {"driver": [], "main/0": []}
+    for number in range(6):
+        began = 100.0 * number
+        lines["driver"] += [(name, began + start, end - start, "MainThread") for name, start, end in parts]
+        lines["driver"].append((f"train step {number}", began, 40.0, "MainThread"))
+        lines["main/0"].append(("reward.score", began + 2.0, score_s, "background-reward"))
+        # The evaluation after the step.
+        lines["main/0"].append(("reward.score", began + 50.0, 45.0, "background-reward"))
+    for process, spans in lines.items():
+        head = json.dumps({"process": process, "pid": 1, "host": "node"})
+        rows = [json.dumps([name, int(at * 1e6), int(seconds * 1e6), thread]) for name, at, seconds, thread in spans]
+        (folder / "spans" / f"{process.replace('/', '-')}.jsonl").write_text("\n".join([head, *rows]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("score_s", "wait_s", "said"),
+    [
+        # Generation ends at second 10, and the step waits for rewards from second 15 on.
+        (12.0, 0.0, "scoring 4 s"),
+        (20.0, 7.0, "scoring 12 s"),
+        (7.0, 0.0, "publication 0 s\n"),
+    ],
+)
+def test_scoring_that_overlaps_the_log_prob_pass_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], score_s: float, wait_s: float, said: str
+):
+    times = {"time/generate_s": 10.0, "time/logprobs_s": 5.0, "time/reward_s": wait_s}
+    parts = [("generate", 0.0, 10.0), ("logprobs", 10.0, 15.0), ("reward", 15.0, 15.0 + wait_s)]
+    run_in_turns(tmp_path, times, parts, score_s)
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0,1", "--slots", "2") == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "is not counted" not in out
+    train_s = 30.0 - wait_s
+    turns, drain = (next(line for line in out.splitlines() if line.startswith(name)) for name in ("in turns", "lead 1"))
+    # Two ranks in turns take half the time for training, and so for the log-probs that overlap scoring.
+    measured_s = max(0.0, 2.0 + score_s - 10.0)
+    assert float(turns.split()[5]) == pytest.approx(10.0 + train_s / 2 + max(0.0, measured_s - 2.5), rel=0.05)
+    assert float(drain.split()[6]) == pytest.approx(max(train_s, 10.0 + measured_s), rel=0.08)
+
+
+def test_rewards_that_a_draw_waits_for_overlap_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    times = {"time/generate_s": 10.0, "time/logprobs_s": 5.0, "time/reward_s": 8.0}  # as DAPO
+    parts = [("generate", 0.0, 6.0), ("reward", 6.0, 9.0), ("generate", 9.0, 13.0), ("reward", 13.0, 18.0)]
+    run_in_turns(tmp_path, times, [*parts, ("logprobs", 18.0, 23.0)], 16.0)
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0") == 0
+    out = capsys.readouterr().out
+    assert "scoring 8 s" in out
+    turns = next(line for line in out.splitlines() if line.startswith("in turns"))
+    assert float(turns.split()[5]) == pytest.approx(10.0 + 8.0 + 22.0 / 2, rel=0.05)
+
+
+def test_scoring_that_was_not_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    times = {"time/generate_s": 10.0, "time/logprobs_s": 5.0, "time/reward_s": 0.0}
+    run_in_turns(tmp_path, times, [], 12.0)
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0") == 0
+    assert "scoring that overlapped the log-prob pass of the run is not counted" in capsys.readouterr().out
+    assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0", "--score-s", "3") == 0
+    assert "is not counted" not in capsys.readouterr().out
+
+
+OWN_RECIPE = """
+from rlpack.config.recipes import RecipeSpec
+SPEC = RecipeSpec(runs_ahead={})
+def main(config): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "leads", "left_out"),
+    [
+        ("rlpack.recipes.grpo", ["0", "1", "1", "2", "4"], None),
+        (
+            "rlpack.recipes.dapo",
+            ["0", "1", "1"],
+            "left out: trainer.lead=2, 4, because recipe=dapo knows where a batch",
+        ),
+        ("own_turns", ["0"], "left out: trainer.lead=1, 2, 4, because recipe=own_turns draws its batches itself"),
+        ("own_ahead", ["0", "1", "1"], "left out: trainer.lead=2, 4, because recipe=own_ahead knows where a batch"),
+        ("removed_recipe", ["0", "1", "1", "2", "4"], "may refuse some of the leads, but can't be read: recipe.target"),
+    ],
+)
+def test_leads_that_the_recipe_of_the_run_refuses_are_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+    leads: list[str],
+    left_out: str | None,
+):
+    (tmp_path / "run").mkdir()
+    in_flight_run(tmp_path / "run")
+    with (tmp_path / "run" / CONFIG).open("a") as file:
+        file.write(f"recipe: {{target: {target}}}\n")
+    for name, is_ahead in (("own_turns", False), ("own_ahead", True)):
+        (tmp_path / f"{name}.py").write_text(OWN_RECIPE.format(is_ahead))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert simulate(str(tmp_path / "run"), "--ranks", "3") == 0
+    out = capsys.readouterr().out
+    names = [line.split(",")[0] for line in out.splitlines() if line.startswith(("in turns ", "lead "))]
+    assert [name.split()[1].replace("turns", "0") for name in names] == leads
+    assert left_out is None or left_out in out
+    assert ("left out" in out) == (left_out is not None and left_out.startswith("left out"))
+
+
+def test_only_refused_leads_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    in_flight_run(tmp_path)
+    with (tmp_path / CONFIG).open("a") as file:
+        file.write("recipe: {target: rlpack.recipes.dapo}\n")
+    assert simulate(str(tmp_path), "--ranks", "3", "--leads", "2,4") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "rlpack simulate: --leads has 2, 4, but recipe=dapo knows where a batch begins only once the one before it is "
+        "drawn; include 1"
+    )
+
+
 def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -37,7 +37,8 @@ def test_every_metric_has_a_unit_that_matches_its_name() -> None:
     for name, metric in METRICS.items():
         assert metric.unit
         assert metric.description.endswith(".")
-        assert name.endswith(("_s", "time/recipe/<name>")) == (metric.unit in {"s", "tokens/s"}), name
+        is_time = name.endswith(("_s", "time/recipe/<name>", "time/draw/<name>"))
+        assert is_time == (metric.unit in {"s", "tokens/s"}), name
         assert not name.endswith("fraction") or metric.unit == "fraction"
 
 
@@ -77,4 +78,5 @@ def test_every_metric_in_the_table_is_reported_somewhere() -> None:
     # Evaluations log the same metrics for each of their sets (recipes/driver/evaluation.py).
     reported |= {f"evaluation/{text}" for text in texts}
     names = {name.removesuffix("<name>") for name in METRICS if not name.startswith("packing/")}
-    assert names - reported <= {"recipe/", "time/recipe/"}  # those of recipes outside of rlpack (docs/recipes.md)
+    # Those of recipes outside of rlpack (docs/recipes.md).
+    assert names - reported <= {"recipe/", "time/recipe/", "time/draw/"}

@@ -44,6 +44,16 @@ def test_scoring_delays_a_batch_and_leaves_the_engines_to_later_ones(setup: Setu
     assert forecast_run(EVEN, rates, setup).step_s == pytest.approx(step_s, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("lead", "score_s", "step_s"),
+    # In turns, 4 of the 10 s of training overlap scoring; with a lead, a batch is scored before it is taken.
+    [(0, 3.0, 20.0), (0, 4.0, 20.0), (0, 9.0, 25.0), (1, 3.0, 13.0), (1, 9.0, 19.0)],
+)
+def test_scoring_overlaps_the_training_that_needs_no_rewards_in_turns_only(lead: int, score_s: float, step_s: float):
+    rates = Rates(**(vars(RATES) | {"score_s": score_s, "share_before_rewards": 0.4}))
+    assert forecast_run(EVEN, rates, Setup(lead, "drain", 1, 1)).step_s == pytest.approx(step_s, rel=0.05)
+
+
 @pytest.mark.parametrize("added_s", [0.0, 0.01, 0.05])
 def test_responses_of_an_engine_slow_each_other_down(added_s: float):
     rates = Rates(**(vars(RATES) | {"token_s_per_response": added_s, "slots": 400, "train_tokens_per_s": 1e9}))

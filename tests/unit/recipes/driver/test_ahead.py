@@ -17,6 +17,7 @@ from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
+from rlpack.observe.report.step_times import StepTimes
 from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
@@ -205,6 +206,41 @@ def test_a_step_logs_the_metrics_of_its_own_batch_and_commits_its_position(tmp_p
         r for r, (phase, _) in zip(run_of(session).records, run_of(session).logged, strict=True) if phase == "train"
     ]
     assert [record["prompts_consumed"] for record in trained] == [3, 7, 11]
+
+
+@pytest.mark.parametrize(
+    ("lead", "parts", "meanwhile"),
+    [
+        (0, {"generate", "recipe/revise", "other"}, set()),
+        (1, {"wait", "drain", "recipe/revise", "other"}, {"generate", "draw/recipe/revise"}),
+    ],
+)
+def test_a_report_tells_what_a_recipe_measures_in_a_draw_from_what_it_measures_in_a_step(
+    tmp_path: Path, publications: Any, lead: int, parts: set[str], meanwhile: set[str]
+):
+    session = session_ahead(tmp_path, steps=3, lead=lead)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        with step.timer("generate"), step.timer("recipe/revise"):
+            time.sleep(0.01)
+        return engines.draw(session, step)
+
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 3):
+        queue.take(step)
+        with step.timer("recipe/revise"):
+            time.sleep(0.05)
+        queue.publish(step)
+    records = [
+        {"phase": phase, "time_s": 0.0, **one}
+        for one, (phase, _) in zip(run_of(session).records, run_of(session).logged, strict=True)
+    ]
+    times = StepTimes.of(records)
+    assert times.parts.keys() | {"other"} == parts
+    assert times.meanwhile.keys() == meanwhile
+    in_steps_s = 3 * 0.05 if lead else 3 * (0.05 + 0.01)
+    assert times.parts["recipe/revise"] >= in_steps_s
 
 
 def test_a_failed_draw_ends_the_run_once_the_step_before_its_own_is_logged(tmp_path: Path, publications: Any):

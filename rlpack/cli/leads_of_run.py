@@ -1,0 +1,41 @@
+"""Which leads the recipe of a run accepts, for `rlpack simulate RUN --async`."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import find_recipe
+from rlpack.config.schema import Recipe
+from rlpack.observe.run_dir import read_config
+
+
+class LeadLimit(NamedTuple):
+    """The longest lead, and why.
+
+    Attributes:
+        longest: the largest `trainer.lead`; None for any.
+        reason: why it can't be larger, or why the limit is not known; empty if neither.
+    """
+
+    longest: int | None
+    reason: str = ""
+
+
+def lead_limit(run_dir: Path) -> LeadLimit:
+    """Return the limit of a run's recipe (`rlpack.config.ahead_rules`); none for anything but a run's directory."""
+    config = read_config(run_dir) if os.path.isdir(run_dir) else {}
+    section = config.get("recipe")
+    target = section.get("target") if isinstance(section, dict) else None
+    if not isinstance(target, str):
+        return LeadLimit(None)
+    name = Recipe(target=target).name
+    try:
+        spec = find_recipe(target)
+    except ConfigError as error:
+        return LeadLimit(None, f"the recipe of the run may refuse some of the leads, but can't be read: {error}")
+    if not spec.runs_ahead:
+        return LeadLimit(0, f"recipe={name} draws its batches itself")
+    if not spec.draws_once:
+        return LeadLimit(1, f"recipe={name} knows where a batch begins only once the one before it is drawn")
+    return LeadLimit(None)
