@@ -193,6 +193,8 @@ def config_errors(overrides: Sequence[str], root: Key, folders: Sequence[Path] =
         name, _, choice = override.partition("=")
         if name in shipped and name != "experiment" and choice.startswith("["):
             raise ConfigError([f"{override} has more than one choice; {name} takes one of: {', '.join(shipped[name])}"])
+        if name in shipped and (problems := list(_odd_choice_problems(override, shipped[name]))):
+            raise ConfigError(problems)
     try:
         yield
     except (ConfigError, BrokenPipeError):  # the reader of Hydra's output is gone: not an error of the config
@@ -231,6 +233,18 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
             yield f"{text} is a list, but {key} is a section; set one of its keys: {key}.<key>=<value>"
+
+
+def _odd_choice_problems(text: str, choices: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each choice in an override's list that is no text, for which Hydra raises a `TypeError`."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError):
+        return  # `_diagnose` says why
+    value = override.value()
+    for choice in value if isinstance(value, list) else []:
+        if not isinstance(choice, str):
+            yield _wrong_choice_problem(override.key_or_group, "null" if choice is None else str(choice), choices)
 
 
 def _is_missing(group: str, choice: str, error: Exception, choices: Sequence[str]) -> bool:

@@ -61,11 +61,12 @@ def equivalent(completion: str, answer: object) -> float | None:
 
     Args:
         completion: the policy's response; its answer is boxed, in LaTeX, or the last number.
-        answer: a number, or an expression as text, in LaTeX or in the notation of programs (`2*pi`, `x**2`, `sqrt(2)`).
+        answer: a number, or an expression as text, in LaTeX or in the notation of programs (`2*pi`, `x**2`, `sqrt(2)`),
+            which boxed answers may have, too. 50 % is equivalent to 50 and to 0.5.
     """
     # Read even if there is no answer: a row that has a reward, by another function perhaps, is read again for majority
     # votes, outside the pool. A response that can't be read in time has to fail here.
-    found = _parse(completion)
+    found = _parse_response(completion)
     expected = () if answer is None else _parse_answer(str(answer))
     return float(verify(list(expected), found, timeout_seconds=None)) if expected else None
 
@@ -81,7 +82,7 @@ def final_answer_text(completion: str) -> str | None:
     >>> final_answer_text(r"\\boxed{0.5^{1000000000}}")
     '0.5^{1000000000}'
     """
-    parsed = _parse(completion)
+    parsed = _parse_response(completion)
     if not parsed:
         return None
     answer = parsed[0]
@@ -154,14 +155,32 @@ def _silence_library() -> None:
 @lru_cache(4096)
 def _parse_answer(answer: str) -> tuple[Any, ...]:
     """Return the parsed answer; text without LaTeX delimiters is tried as LaTeX first."""
+    answer = answer.replace(r"\%", "%")  # which the library reads as a percentage
     readings = [answer, f"${answer}$"] if _LATEX_MARK.search(answer) else [f"${answer}$", answer]
-    parsed = next((tuple(parsed) for parsed in map(_parse, readings) if parsed), ())
+    parsed = next((tuple(parsed) for parsed in map(_parse_response, readings) if parsed), ())
     latex = answer if "\\" in answer or "$" in answer else as_latex(answer)
     translated = _parse(f"${latex}$") if latex != answer else []
     if not translated or isinstance(translated[0], str):
         return parsed
     # A response may box the answer in the same notation, which is then compared as text.
     return (*translated, *(part for part in parsed if isinstance(part, str)))
+
+
+def _parse_response(completion: str) -> list[Any]:
+    """Return the parsed final answer; one in the notation of programs, or a boxed percentage, is translated first.
+
+    The library reads `pi` as a product of letters, and of boxed percentages only the text.
+    """
+    parsed = _parse(completion)
+    text = parsed[-1] if parsed else None
+    if not isinstance(text, str):
+        return parsed
+    in_program = text.replace(r"\%", "%")
+    latex = in_program if "\\" in in_program else as_latex(in_program)
+    if latex == text and not (parsed[0] is text and "%" in text):
+        return parsed
+    translated = [part for part in _parse(f"${latex}$") if not isinstance(part, str)]
+    return [*translated, text] if translated else parsed
 
 
 def _parse(text: str) -> list[Any]:

@@ -87,6 +87,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
         ("experiment=[smoke,lorra]", "experiment=lorra is not a choice; did you mean experiment=lora? experiment has:"),
+        ("experiment=[smoke,null]", "experiment=null is not a choice; experiment has: eight_bit, lora, smoke"),
+        ("experiment=[[smoke]]", "experiment=['smoke'] is not a choice; did you mean experiment=smoke?"),
         ("experiment=[lora,nope]", "experiment=nope is not a choice; experiment has: eight_bit, lora, smoke"),
         ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, gmpo, grpo, gspo"),
         ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),

@@ -26,6 +26,19 @@ DIGITS = "123456789" * 600
         (r"\boxed{5}", "-5", 0.0),
         (r"\boxed{50\%}", r"50\%", 1.0),
         ("So 50%.", "50%", 1.0),
+        *(
+            (rf"\boxed{{{said}}}", answer, 1.0)
+            for said in (r"50\%", "50%")
+            for answer in ("50%", r"\boxed{50\%}", "0.5")
+        ),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{0.5}", r"50\%", 1.0),
+        (r"\boxed{25\%}", "50%", 0.0),
+        (r"\boxed{2*pi}", r"2\pi", 1.0),
+        (r"\boxed{pi/2}", r"\frac{\pi}{2}", 1.0),
+        (r"\boxed{2*pi}", r"3\pi", 0.0),
+        (r"\boxed{3**2}", "9", 1.0),
+        ("It is $sqrt(8)$.", r"2\sqrt{2}", 1.0),
         (r"\boxed{[0, 1)}", "[0, 1)", 1.0),
         (r"\boxed{[0, 1]}", "[0, 1)", 0.0),
         (r"\boxed{\{2, 1\}}", "{1, 2}", 1.0),
@@ -77,6 +90,7 @@ def test_answers_are_compared_by_value(completion, answer, reward):
         (r"\boxed{\{2, 3\}}", "{2, 3}"),
         (r"\boxed{\infty}", "oo"),
         (r"\boxed{100!}", "factorial(100)"),
+        (r"\boxed{2*pi}", "2*pi"),
         (r"\boxed{2^{2^{2^2}}}", "2**(2**(2**2))"),
         (r"\boxed{100e^{0.05t}}", "100*exp(t/20)"),
         (r"\boxed{\arctan(0.1x)}", "atan(x/10)"),
