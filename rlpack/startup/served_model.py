@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpack.checkpoint.publish import MARKER
 from rlpack.models.errors import ModelError
 from rlpack.observe.run_dir import CHECKPOINTS, MODEL, holds_run
 from rlpack.startup.given_model import find_folder
 from rlpack.startup.model_files import weight_problems
 
 _ADAPTER = "adapter_config.json"
-_COMMITTED = "COMMITTED"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find_served_model(given: str) -> ServedModel:
                 f"{given!r} is a run without a {MODEL} folder, which a run writes at its end; finish the run with "
                 "resume=auto, or give a model's folder"
             )
-    if (resolved / _COMMITTED).exists():
+    if (resolved / MARKER).exists() and not (resolved / "config.json").is_file():  # exported models are marked, too
         raise ModelError(
             f"{given!r} is a checkpoint, whose weights are in parts of ranks; give its run, {_run_of(resolved)}, once "
             f"it has exported its {MODEL} folder"

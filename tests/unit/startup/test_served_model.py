@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.models.errors import ModelError
 from rlpack.startup.served_model import ServedModel, find_served_model
 
@@ -37,6 +38,16 @@ def test_a_run_is_served_by_its_exported_model_under_the_runs_name(tmp_path):
     model = make_model(tmp_path / "run" / "model")
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert find_served_model(str(tmp_path / "run")) == ServedModel("run", str(model), model)
+
+
+def test_folders_that_rlpack_exported_are_served(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    for name in ("model", "critic_model"):
+        with new_model_folder(tmp_path / name) as staging:
+            make_model(staging)
+        assert find_served_model(str(tmp_path / name)) == ServedModel(name, str(tmp_path / name), tmp_path / name)
+    model = tmp_path / "model"
+    assert find_served_model(str(tmp_path)) == ServedModel(tmp_path.name, str(model), model)
 
 
 def test_a_run_that_has_exported_nothing_says_when_it_will(tmp_path):
