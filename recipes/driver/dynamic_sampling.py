@@ -5,6 +5,7 @@ import torch
 
 from rlpack.algorithms.shaping import informative_rows, soft_overlong_penalty
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.recipes.driver.groups_by_end import concat_scored
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards, report_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate, report_lengths
 from rlpack.recipes.driver.session import Session
@@ -40,7 +41,7 @@ def sample_informative_groups(
         rounds.append(rollouts)
         num_drawn += missing
         num_informative += rollouts["group_ids"][is_informative(rollouts)].unique().numel()
-    batch = BatchedDataDict.concat(rounds)
+    batch = concat_scored(rounds)
     report_rewards(step, batch)
     report_lengths(step, batch)
     step.metrics |= {

@@ -7,8 +7,8 @@
 (tests/unit/recipes/driver/test_evaluations.py):
 
 1. an evaluation has ended and is logged before new weights are published, and before the next step is committed;
-2. a checkpoint says whether its step's evaluation has still to be started or logged; a resumed run then evaluates
-   with the weights of the checkpoint;
+2. a checkpoint says whether its step's evaluation has still to be started or logged; unless it was logged since then, a
+   resumed run evaluates with the weights of the checkpoint;
 3. a failed evaluation isn't done: its error is raised in the step that waits for it, and `Session.steps` repeats it.
 """
 

@@ -14,9 +14,9 @@ from rlpack.distributed.errors import RoleError
 from rlpack.distributed.start_roles import start_roles
 from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
-from rlpack.observe.run_dir import check_records
+from rlpack.observe.run_dir import METRICS, check_records
 from rlpack.observe.run_lock import RunLock, lock_run_dir
-from rlpack.observe.sinks import ResumePoint
+from rlpack.observe.sinks import ResumePoint, has_record
 from rlpack.packing import warm_up_jit
 from rlpack.recipes.driver.exports import export_models, store_reference_again
 from rlpack.recipes.driver.performance import PerformanceMeter
@@ -63,7 +63,9 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
     model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    point = None if loaded is None else ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due(config))
+    is_logged = has_record(directory / METRICS, "evaluation", progress.step)
+    is_due = loaded is not None and loaded.evaluation_is_due(config, is_logged=is_logged)
+    point = None if loaded is None else ResumePoint(progress.step, progress.phase, is_due)
     run = Run.start(config, directory, resume_at=point, lock=lock)
     with (
         run,
@@ -87,7 +89,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         if rebuild is not None:
             store_reference_again(session, rebuild)
         if loaded is not None:
-            session.restore(loaded)
+            session.restore(loaded, evaluation_is_due=is_due)
         with _naming_step(session):
             yield session
             session.checkpoints.finish()

@@ -273,7 +273,8 @@ def update_actor(
         record_mismatch_of_update(session, step)
     if loss.measures_gap and session.config.actor.lora.dropout == 0:  # dropout, too, changes log-probs of the update
         _check_gap_of_update(session, step, rollouts, plan)
-    _adapt_kl(session, step, rollouts.num_rows)
+    if rollouts["valid"].any():  # otherwise no divergence was measured
+        _adapt_kl(session, step, rollouts.num_rows)
 
 
 def _check_gap_of_update(session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> None:

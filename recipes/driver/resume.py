@@ -26,18 +26,23 @@ class LoadedCheckpoint:
         """Return how far the run had come."""
         return Progress(**self.state["progress"])
 
-    def evaluation_is_due(self, config: Config) -> bool:
+    def evaluation_is_due(self, config: Config, *, is_logged: bool) -> bool:
         """Return whether a run with this configuration has to evaluate after the checkpoint's step.
 
-        The evaluation had not ended; or the step is the last one now and wasn't then, and the run has not evaluated
-        after it, or left out the sets that are evaluated at the end only.
+        The evaluation was due when the checkpoint was written, and has not ended since; or the step is the last one now
+        and wasn't then, and the run has not evaluated after it, or left out the sets that are evaluated at the end only.
+
+        Args:
+            config: the configuration.
+            is_logged: the run has a record of an evaluation after this step.
         """
         step, saved = self.progress.step, self.state["config"]
         was_last, is_last = (step == total for total in (saved["trainer"].get("steps"), config.trainer.steps))
         has_become_last = self.progress.phase == "train" and is_last and not was_last
         has_sets_of_end = any(one.at_end for one in config.evaluation.sets.values())
         was_left_out = has_sets_of_end or step % saved["evaluation"].get("every", 1) != 0
-        return bool(self.state.get("evaluation_is_due")) or (has_become_last and was_left_out)
+        was_due = bool(self.state.get("evaluation_is_due"))
+        return (was_due and not is_logged) or (has_become_last and was_left_out)
 
     def check_fields(self) -> None:
         """Check that the state has the fields that this version writes, which its format promises.

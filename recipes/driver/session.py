@@ -228,9 +228,9 @@ class Session:
             }
             write(root, self.progress.step, self.trained, state, None if self.ahead is None else self.ahead.save)
 
-    def restore(self, checkpoint: LoadedCheckpoint) -> None:
+    def restore(self, checkpoint: LoadedCheckpoint, *, evaluation_is_due: bool) -> None:
         """Load weights and optimizers from a checkpoint; the recipe's queue reads the batches in it."""
-        self.restored, self.evaluations.is_due = checkpoint.path, checkpoint.evaluation_is_due(self.config)
+        self.restored, self.evaluations.is_due = checkpoint.path, evaluation_is_due
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
@@ -310,17 +310,19 @@ class Session:
             self.ahead.raise_failure()
 
     def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
-        """Evaluate and write a checkpoint, if due after the step that was committed last.
+        """Write a checkpoint and evaluate, if due after the step that was committed last.
 
-        With drain, the checkpoint reads the waiting batch from the engines' ranks, which serve one caller at a time. It
-        is therefore written before an evaluation that the run doesn't wait for is started.
+        The checkpoint comes first, so that no step is lost if the evaluation fails, and so that it doesn't wait for one
+        that the run itself doesn't wait for. It says that the evaluation is due.
         """
-        is_first = self.config.rollout.publish == "drain" and self._evaluates_ahead(total, evaluate)
-        is_saved = is_first and self._save_if_due(is_last=False)
-        self._evaluate(total, evaluate)
-        if not is_saved:
-            self._save_if_due(self.progress.step == total)
+        self.evaluations.is_due &= evaluate is not None
+        is_saved = self._save_if_due(self.progress.step == total)
         self.completed = self._place
+        self._evaluate(total, evaluate)
+        if self.run.interrupted:  # since then; asked once, so that a signal that comes now is left to the next step
+            if not is_saved:
+                self._save_if_due(is_last=False)
+            self.stop_if_interrupted()
 
     def _save_if_due(self, is_last: bool) -> bool:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.

@@ -63,8 +63,12 @@ class SubmittedCalls:
             submitted.began = time.monotonic()
 
     def forget_parts(self) -> None:
-        """Forget the parts of all calls, whose ranks have ended: they hold up no call."""
+        """Forget the parts of all calls, whose ranks have ended: they hold up no call.
+
+        Calls that depend on earlier ones (`Call.of_start`) can't be repeated, and are forgotten as a whole.
+        """
         with self._lock:
+            self._calls = {call_id: one for call_id, one in self._calls.items() if one.call.of_start is None}
             for submitted in self._calls.values():
                 submitted.unfinished = {}
 

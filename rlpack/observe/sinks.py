@@ -88,6 +88,16 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in _read_lines(path))
 
 
+def has_record(path: Path, phase: LogPhase, step: int) -> bool:
+    """Return whether a metrics file has a record of a phase's step; lines that can't be read are ignored.
+
+    Raises:
+        DataError: the file exists, but can't be read.
+    """
+    records = (record for _, record in _read_lines(path, warns=False))
+    return any((record["phase"], record["step"]) == (phase, step) for record in records)
+
+
 def _read_lines(path: Path, *, warns: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line that is a record, and the record; `warns` of other lines."""
     broken: list[int] = []

@@ -66,6 +66,8 @@ def test_a_thread_discards_no_call_of_another_one():
 def test_calls_of_ranks_that_ended_hold_nothing_up_and_are_repeated_in_order():
     calls = submitted("first", "slow", "third")
     calls.remove(100)  # its caller repeats it
+    dependent = SubmittedCall(Call("echo", "dependent", [()], {}, ranks=(0,), of_start=1), 200)
+    calls.add(dependent)
     calls.forget_parts()
     assert calls.before(parts("fourth", 3)) == {}
     assert [one.call.name for one in calls.all()] == ["echo.slow", "echo.third"]

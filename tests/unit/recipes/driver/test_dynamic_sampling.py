@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout, Trainer
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.policy_stages import add_loss_weights
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate_greedily
+from rlpack.testing.local_ranks import LocalRanks
+from rlpack.worker import Worker, sharded
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import SavingSession, session_of, set_group
 
@@ -73,6 +78,38 @@ def test_missing_groups_are_filled_up_with_uninformative_ones_after_the_last_rou
     assert rollouts.num_rows == 6
     assert rollouts["rewards"].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     assert step.metrics["sampling/filled_groups"] == 2
+
+
+class Judge(Worker):
+    """Returns the length of each text, in a tensor whose type without rows is another one."""
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        words = torch.tensor([len(text) for text in shard["completion"]])
+        rewards = torch.tensor([float(text) for text in shard["completion"]])
+        quarantined = torch.zeros(shard.num_rows, dtype=torch.bool)
+        return shard.keep([]).union({"rewards": rewards, "words": words, "quarantined": quarantined})
+
+
+def test_a_round_of_which_batching_drops_all_rows_counts_as_uninformative(tmp_path: Path) -> None:
+    session = session_of(tmp_path, recipe="dapo", trainer=Trainer(prompts_per_step=2, group_size=2))
+    texts = [["0", "1", "1", "1"], ["0", "1"], ["0", "1"]]
+    sizes: list[int] = []
+
+    def generate(prompts: BatchedDataDict, params: object) -> BatchedDataDict:
+        sizes.append(prompts.num_rows)
+        length = 40 if len(sizes) == 2 else 4  # the second round is over the judge's budget
+        made = tiny_rollouts([(3, length)] * prompts.num_rows).drop(["group_ids", "uid"])
+        return prompts.keep(["group_ids", "uid"]).union({**made, "completion": texts[len(sizes) - 1]})
+
+    set_group(session, "rollout", generate=generate)
+    judge = WorkerGroup("reward", LocalRanks([Judge]), Batching(max_tokens=20, overlong="drop"))
+    session.groups["reward"] = cast(Any, judge)
+    rollouts = sample_informative_groups(session, session.begin_step(1), max_rounds=4)
+    assert sizes == [4, 2, 2]
+    assert rollouts["rewards"].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert rollouts["valid"].all()
+    assert rollouts["words"].tolist() == [1, 1, 1, 1]
 
 
 def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:

@@ -123,6 +123,23 @@ def test_the_actors_rate_warms_up_from_its_first_update_after_the_critics_warm_u
     assert rates == pytest.approx([1.0, 2.0, 3.0, 3.0])
 
 
+@pytest.mark.parametrize(("valid", "coefficient"), [((True, True), 0.08), ((True, False), 0.08), ((False, False), 0.1)])
+def test_the_kl_coefficient_stays_if_no_row_measures_a_divergence(
+    tmp_path: Path, valid: tuple[bool, bool], coefficient: float
+):
+    settings = Algorithm(kl_coef=0.1, kl_target=5.0, kl_horizon=2.0)  # without a divergence, 20 % less
+    session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE, algorithm=settings), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress = Progress(phase="train")
+    metrics = {"actor/skipped_steps": float(not any(valid)), "actor/response_kl": 0.0, "actor/logprob_gap": 0.0}
+    set_group(session, "actor", train_step=[metrics])
+    set_group(session, "reference")
+    rollouts = rollouts.union({"valid": torch.tensor(valid), "response_tokens": torch.tensor([4, 9])})
+    step = session.begin_step(1)
+    update_actor(session, step, rollouts, plan_of(session, rollouts))
+    session.progress = step.progress
+    assert session.kl_coef == pytest.approx(coefficient)
+
+
 def test_an_optimizer_step_without_tokens_measures_no_gap(tmp_path: Path):
     session = session_of(tmp_path, algorithm=BYPASS, trainer=Trainer(mini_batch_size=1))
     session.progress, rollouts = Progress(phase="train"), tiny_rollouts([(2, 4), (3, 9), (1, 2)])

@@ -128,7 +128,15 @@ def test_a_step_that_has_become_the_last_one_is_evaluated(
     }
     sets = {"test": EvaluationSet(source="test.jsonl", at_end=at_end)}
     config = Config(trainer=Trainer(steps=now), evaluation=Evaluation(every=10, sets=sets))
-    assert LoadedCheckpoint(tmp_path, state).evaluation_is_due(config) == is_due
+    for is_logged in (False, True):
+        assert LoadedCheckpoint(tmp_path, state).evaluation_is_due(config, is_logged=is_logged) == is_due
+
+
+def test_an_evaluation_that_is_logged_after_its_checkpoint_is_not_due(tmp_path: Path):
+    state = STATE | {"evaluation_is_due": True, "progress": asdict(Progress(phase="train", step=5))}
+    checkpoint = LoadedCheckpoint(tmp_path, state)
+    assert checkpoint.evaluation_is_due(Config(), is_logged=False)
+    assert not checkpoint.evaluation_is_due(Config(), is_logged=True)
 
 
 STATE: dict[str, Any] = {

@@ -35,6 +35,7 @@ def walk(session: Session, total: int) -> None:
         (0, [], ()),
         (1, [("evaluation", 0)], ()),
         (2, [("evaluation", 0), ("train", 1)], (1,)),
+        (3, [("evaluation", 0), ("train", 1), ("train", 2)], (2,)),  # the evaluation is left to a resumed run
         (4, [("evaluation", 0), ("train", 1), ("train", 2), ("evaluation", 2)], (2,)),
     ],
 )
@@ -144,7 +145,7 @@ def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exporte
     (folder,) = (tmp_path / "checkpoints").glob("*/step-0")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(trained)
     calls.clear()
-    session.restore(LoadedCheckpoint(folder, load_state(folder)))
+    session.restore(LoadedCheckpoint(folder, load_state(folder)), evaluation_is_due=False)
     assert calls == [(name, "load", folder / name) for name in trained]
     calls.clear()
     export_models(session)
@@ -220,6 +221,22 @@ def test_an_evaluation_or_checkpoint_that_fails_is_repeated_when_the_steps_conti
         list(session.steps("train", 3, evaluate))
         assert run_of(session).logged == run_of(undisturbed).logged
         assert session.saved == undisturbed.saved
+
+
+@pytest.mark.parametrize(("at", "saved"), [(2, (2,)), (4, (2, 4)), (5, (2, 4, 5))])
+def test_an_evaluation_that_fails_loses_no_step_whose_checkpoint_is_due(
+    tmp_path: Path, at: int, saved: tuple[int, ...]
+):
+    session = session_of(tmp_path, evaluation=Evaluation(every=1), checkpoint=Checkpoint(every=2))
+
+    def evaluate(session: Session, step: StepContext) -> None:
+        if session.progress.step == at:
+            raise ValueError("the judge is down")
+
+    with pytest.raises(ValueError, match="the judge is down"):
+        list(session.steps("train", 5, evaluate))
+    assert session.saved == saved
+    assert session.evaluations.is_due
 
 
 def test_a_resumed_run_does_not_repeat_the_evaluation_of_its_checkpoint(tmp_path: Path):
