@@ -22,7 +22,7 @@ from rlpack.recipes.driver.exports import export_models, store_reference_again
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.reference_policy import check_reference
-from rlpack.recipes.driver.resume import check_same_prompts, checkpoint_to_resume
+from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, checkpoint_to_resume
 from rlpack.recipes.driver.role_groups import RoleGroups
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import cache_splits, load_sets, load_splits
@@ -63,9 +63,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
     model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    is_logged = has_record(directory / METRICS, "evaluation", progress.step)
-    is_due = loaded is not None and loaded.evaluation_is_due(config, is_logged=is_logged)
-    point = None if loaded is None else ResumePoint(progress.step, progress.phase, is_due)
+    point = None if loaded is None else _resume_point(loaded, config, directory)
     run = Run.start(config, directory, resume_at=point, lock=lock)
     with (
         run,
@@ -88,13 +86,20 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         session.stop_if_interrupted()
         if rebuild is not None:
             store_reference_again(session, rebuild)
-        if loaded is not None:
-            session.restore(loaded, evaluation_is_due=is_due)
+        if loaded is not None and point is not None:
+            session.restore(loaded, evaluation_is_due=point.evaluation_is_due)
         with _naming_step(session):
             yield session
             session.checkpoints.finish()
         session.stop_if_interrupted()
         export_models(session)
+
+
+def _resume_point(loaded: LoadedCheckpoint, config: Config, directory: Path) -> ResumePoint:
+    """Return where a run continues, and whether it begins with the evaluation after the checkpoint's step."""
+    progress = loaded.progress
+    is_logged = has_record(directory / METRICS, "evaluation", progress.step)
+    return ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due(config, is_logged=is_logged))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class LoadedCheckpoint:
         """Return whether a run with this configuration has to evaluate after the checkpoint's step.
 
         The evaluation was due when the checkpoint was written, and has not ended since; or the step is the last one now
-        and wasn't then, and the run has not evaluated after it, or left out the sets that are evaluated at the end only.
+        and wasn't then, and the run has not evaluated after it, or has left out the sets that are evaluated at the end.
 
         Args:
             config: the configuration.
