@@ -144,6 +144,8 @@ def _score_concurrently(
     """Await all rows concurrently, each for at most the function's deadline."""
     import asyncio  # costs every process 40 ms
 
+    from rlpack.rewards.pool.event_loop import run_until_complete
+
     async def score(row: int) -> None:
         limit = asyncio.timeout(loaded.timeout_s)
         try:
@@ -157,7 +159,7 @@ def _score_concurrently(
     async def score_all() -> None:
         await asyncio.gather(*(score(row) for row in range(num_rows)))
 
-    asyncio.run(score_all())
+    run_until_complete(score_all())
 
 
 def _parse(loaded: LoadedFunction, reward: object) -> RewardResult:
@@ -174,12 +176,12 @@ def _await_if_needed(value: Any) -> Any:
     """Return a value, or the result of an awaitable."""
     if not isawaitable(value):
         return value
-    import asyncio
+    from rlpack.rewards.pool.event_loop import run_until_complete
 
     async def wait() -> Any:
         return await value
 
-    return asyncio.run(wait())
+    return run_until_complete(wait())
 
 
 def _has_children() -> bool:

@@ -1,9 +1,11 @@
 """Reward functions of every signature, for tests that run them in the pool's workers."""
 
 import asyncio
+import contextvars
 import json
 import os
 import sys
+import threading
 import time
 
 calls = []
@@ -42,6 +44,38 @@ async def waiting_batch(completions):
 
 def gives_an_awaitable(completion):
     return waiting(completion, completion)
+
+
+one_at_a_time = asyncio.Semaphore(1)
+of_a_call = contextvars.ContextVar("of_a_call", default=0)
+left_behind = []
+
+
+async def takes_turns(completion):
+    async with one_at_a_time:
+        await asyncio.sleep(0)
+    return float(len(completion))
+
+
+async def takes_turns_in_a_batch(completions):
+    lengths = await asyncio.gather(*map(takes_turns, [*completions, "so that a single row waits, too"]))
+    return lengths[:-1]
+
+
+async def times_out_in_turns(completion):
+    async with one_at_a_time:
+        await asyncio.sleep(30.0 if completion == "slow" else 0.0)
+    return 1.0
+
+
+async def leaves_tasks_and_threads(completion):
+    """Return how many of the tasks and threads of earlier calls have ended, and whether their context is gone."""
+    ended = sum(item.done() if isinstance(item, asyncio.Task) else item.is_set() for item in left_behind)
+    left_behind.append(asyncio.create_task(asyncio.sleep(3600.0)))
+    left_behind.append(threading.Event())
+    asyncio.get_running_loop().run_in_executor(None, lambda event: (time.sleep(0.05), event.set()), left_behind[-1])
+    of_a_call.set(of_a_call.get() + 100)
+    return float(ended + of_a_call.get())
 
 
 class Callable:

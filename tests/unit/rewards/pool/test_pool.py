@@ -214,6 +214,28 @@ def test_one_bad_row_fails_alone():
     assert [result.problem for result in found] == [None] * 7 + ["timeout"] + [None] * 12
 
 
+@pytest.mark.parametrize("name", ["takes_turns", "takes_turns_in_a_batch"])
+def test_async_calls_share_what_they_keep_at_module_level(name):
+    target = f"tests.unit.rewards.samples:{name}"
+    with opened(target, timeout_s=10.0, processes=1, rows_per_call=3) as pool:
+        found = [pool.run(columns(["a", "bb", "ccc"] * 2), 6)[target] for _ in range(2)]
+    assert [(result.value, result.detail) for results in found for result in results] == [(1, ""), (2, ""), (3, "")] * 4
+
+
+def test_an_async_row_that_times_out_gives_back_what_it_held():
+    target = "tests.unit.rewards.samples:times_out_in_turns"
+    with opened(target, processes=1, rows_per_call=1) as pool:
+        found = pool.run(columns(["fine", "slow", "fine"]), 3)[target]
+    assert [result.problem for result in found] == [None, "timeout", None]
+
+
+def test_no_task_thread_or_context_of_an_async_call_outlives_it():
+    target = "tests.unit.rewards.samples:leaves_tasks_and_threads"
+    with opened(target, timeout_s=10.0, processes=1, rows_per_call=1) as pool:
+        found = pool.run(columns(["a"] * 3), 3)[target]
+    assert [(result.value, result.detail) for result in found] == [(100, ""), (102, ""), (104, "")]
+
+
 def test_a_batch_that_fails_too_often_is_abandoned_and_every_row_has_a_result():
     with opened("sleeps", timeout_s=0.2, rows_per_call=4) as pool:
         began = time.monotonic()
