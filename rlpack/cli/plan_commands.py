@@ -205,11 +205,9 @@ def _print_suggestion(
         keys += [f"batching.algorithm={batching.algorithm}", f"batching.pad_to_multiple={batching.pad_to_multiple}"]
     else:
         keys += [f"batching.length_multiple={batching.length_multiple}"]
-    keys.append(
-        f"batching.micro_batch_size={batching.micro_batch_size}"
-        if batching.mode == "fixed"
-        else f"batching.max_tokens={batching.max_tokens}"
-    )
+    if batching.mode == "fixed":
+        keys += [f"batching.micro_batch_size={batching.micro_batch_size}"]
+    keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens}"]
     gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"
     print(
         f"{where}suggested: {' '.join(keys)} ({best.forecast.step_s:.3f} s{gain}; "

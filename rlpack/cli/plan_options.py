@@ -6,6 +6,7 @@ refused, because its user expects an effect.
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, get_args
 
 from rlpack.packing import Algorithm, Mode, PackingError
 from rlpack.packing.analysis.traces import MAX_ROWS, TRACES
+from rlpack.packing.lengths import MAX_LENGTH
 from rlpack.packing.request import MAX_RANKS
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -38,8 +40,9 @@ _OPTIONS: tuple[tuple[str, Any, type, str], ...] = (
 )
 _ABOVE_ZERO = (
     *("tflops", "memory_gb", "hidden_size", "layers", "rows", "longest", "rows_per_rank", "fixed_rows"),
-    *("max_tokens", "mini_batch_size", "pad_to_multiple", "length_multiple"),
+    *("max_tokens", "mini_batch_size", "pad_to_multiple", "length_multiple", "kb_per_slot"),
 )
+_MAY_BE_ZERO = ("overhead_ms", "fixed_gb")
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -119,10 +122,10 @@ def check_options(arguments: argparse.Namespace) -> None:
     for count in rank_counts(arguments.ranks):
         if not 1 <= count <= MAX_RANKS:
             raise PackingError(f"--ranks is {count}; it has to be from 1 to {MAX_RANKS}")
-    for name in _ABOVE_ZERO:
-        value = vars(arguments).get(name)
-        if value is not None and value <= 0:
-            raise PackingError(f"{_option(name)} is {value:g}; it has to be above 0")
+    for name in (*_ABOVE_ZERO, *_MAY_BE_ZERO):
+        if (value := vars(arguments).get(name)) is not None:
+            most = MAX_ROWS if name == "rows" else MAX_LENGTH
+            check_number(_option(name), value, most, may_be_zero=name in _MAY_BE_ZERO)
     if arguments.fixed_gb >= arguments.memory_gb:
         raise PackingError(
             f"--fixed-gb ({arguments.fixed_gb:g}) leaves no memory of --memory-gb ({arguments.memory_gb:g}); "
@@ -135,10 +138,29 @@ def check_options(arguments: argparse.Namespace) -> None:
                 raise PackingError(f"{_option(name)} {why}; remove it")
 
 
+def check_number(option: str, value: float, most: int = MAX_LENGTH, *, may_be_zero: bool) -> None:
+    """Refuse a number out of range.
+
+    Args:
+        option: the option's name, for messages.
+        value: its value, as given.
+        most: limit of a whole number; others have none.
+        may_be_zero: whether 0 is allowed.
+
+    Raises:
+        PackingError: the value is negative, not finite, over the limit, or 0 where it may not be.
+    """
+    if isinstance(value, int) and value > most:
+        raise PackingError(f"{option} is {value:,}, over the limit of {most:,}; lower it")
+    text = f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if not -math.inf < value < math.inf:
+        raise PackingError(f"{option} is {text}; it has to be finite")
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise PackingError(f"{option} is {text}; it has to be {'at least' if may_be_zero else 'above'} 0")
+
+
 def _check_rows(arguments: argparse.Namespace) -> None:
     per_rank = vars(arguments).get("rows_per_rank")
-    if arguments.rows > MAX_ROWS:
-        raise PackingError(f"--rows is {arguments.rows:,}, over the limit of {MAX_ROWS:,}; lower it")
     if per_rank is not None and (most := max(rank_counts(arguments.ranks))) * per_rank > MAX_ROWS:
         raise PackingError(
             f"--rows-per-rank {per_rank:,} makes {most * per_rank:,} rows on {most:,} ranks, over the limit of "

@@ -11,14 +11,15 @@ import numpy as np
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.leads_of_run import lead_limit
-from rlpack.cli.plan_options import OptionParser
+from rlpack.cli.plan_options import OptionParser, check_number
 from rlpack.cli.rates_of_run import RunRates, gpus_per_rank, late_window, measured
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
 from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
-from rlpack.packing.analysis.traces import TRACES, trace
+from rlpack.packing.analysis.traces import MAX_ROWS, TRACES, trace
 from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import MAX_LENGTH
 from rlpack.packing.request import MAX_RANKS
 
 FLAG = "--async"
@@ -40,6 +41,7 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("rows-per-step", int, "responses per step"),
     ("score-s", float, "seconds from the last response of a batch to its last reward"),
 )
+_MAY_BE_ZERO = ("token-ms-per-response", "publish-s", "prompt-tokens", "score-s")
 
 
 def simulate_async(arguments: Sequence[str]) -> int:
@@ -79,6 +81,7 @@ def _parser() -> OptionParser:
 
 def _simulate(given: argparse.Namespace) -> None:
     """Print the best split of each lead, and the best of all."""
+    _check_numbers(given)
     limit = None
     if given.max_staleness is not None:
         limit = _whole_number("--max-staleness", given.max_staleness, 0, _LARGEST_LIMIT)
@@ -117,6 +120,19 @@ def _simulate(given: argparse.Namespace) -> None:
         print(note)
     keys = _keys(setup, *gpus_per_rank(Path(given.lengths)))
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {keys}")
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    """Refuse numbers out of range.
+
+    Raises:
+        PackingError: names the option.
+    """
+    for name, _, _ in _OPTIONS:
+        if (value := vars(given)[name.replace("-", "_")]) is not None:
+            most = MAX_ROWS if name == "rows-per-step" else MAX_LENGTH
+            check_number(f"--{name}", value, most, may_be_zero=name in _MAY_BE_ZERO)
+    check_number("--longest", given.longest, may_be_zero=False)
 
 
 def _leads(given: argparse.Namespace) -> tuple[int, ...]:

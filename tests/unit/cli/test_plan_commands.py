@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlpack.cli.main import main
+from rlpack.config.compose import compose
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.packing import Batching, Cost, make_plan
 
@@ -61,6 +62,20 @@ def test_a_suggestion_keeps_to_the_mode_that_is_asked_for(capsys: pytest.Capture
                          "--suggest")  # fmt: skip
     assert (code, err) == (0, "")
     assert f"suggested: batching.mode={mode} " in out
+
+
+def test_a_suggestions_overrides_give_the_plan_that_it_reports(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lengths = np.random.default_rng(0).integers(4000, 9000, 512)  # a row exceeds the budget of `rlpack train`
+    np.save(tmp_path / "lengths.npy", lengths)
+    options = ("--ranks", "4", "--mode", "fixed", "--suggest", "--overhead-ms", "0", "--kb-per-slot", "1000")
+    code, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), *options)
+    assert code == 0
+    overrides, _, reported = out.splitlines()[-1].partition("suggested: ")[2].partition(" (")
+    plan = make_plan(lengths, compose(overrides.split()).batching, dp_size=4)
+    # At 1 MB a slot, the fullest microbatch takes as many MB as it has slots.
+    assert f"{int((plan.counts * plan.padded_lengths).max()) / 1e3:.1f} GB on the fullest rank" in reported
 
 
 def test_more_ranks_and_less_padding_make_steps_shorter(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +145,14 @@ def test_a_modeled_time_below_a_second_has_four_digits(capsys: pytest.CaptureFix
             2,
             "--picture draws one plan, but --ranks has several numbers",
         ),
+        (["plan", "zipf", "--overhead-ms", "-5"], 2, "--overhead-ms is -5; it has to be at least 0"),
+        (["plan", "zipf", "--fixed-gb", "-1.5"], 2, "--fixed-gb is -1.5; it has to be at least 0"),
+        (["simulate", "zipf", "--kb-per-slot", "0"], 2, "--kb-per-slot is 0; it has to be above 0"),
+        (["simulate", "zipf", "--kb-per-slot", "nan"], 2, "--kb-per-slot is nan; it has to be finite"),
+        (["plan", "zipf", "--tflops", "inf"], 2, "--tflops is inf; it has to be finite"),
+        (["plan", "zipf", "--longest", "3000000000"], 2, "--longest is 3,000,000,000, over the limit of 2,147,483,647"),
+        (["plan", "zipf", "--hidden-size", "9" * 400], 2, "999, over the limit of 2,147,483,647; lower it"),
+        (["plan", "zipf", "--layers", "-" + "9" * 400], 2, "999; it has to be above 0"),
         (["plan", "zipf", "--memory-gb", "0.001", "--suggest"], 2, "slots fit into 90% of memory"),
     ],
 )
