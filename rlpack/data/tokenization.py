@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -18,6 +18,21 @@ from rlpack.batch.errors import DataError
 from rlpack.data.examples import SPECIAL_TOKENS, Example, Message, Prompt, conversation, prompt_text
 
 PAD, EOS, UNKNOWN = SPECIAL_TOKENS
+
+
+class _SpecialTokens(NamedTuple):
+    """Special tokens: those with a role, such as the end of a sequence, and templates' own.
+
+    Attributes:
+        pattern: matches any of them.
+        spellings: token ids and what the tokens look like in a text. Single characters are left out: there is no other
+            way to encode them.
+        unknown: id of the unknown token.
+    """
+
+    pattern: re.Pattern[str]
+    spellings: Mapping[int, str]
+    unknown: int | None
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -73,17 +88,17 @@ def tokenize_prompts(
         chat_template: render prompts through the tokenizer's chat template, text as one user message.
 
     Raises:
-        DataError: messages without a chat template, a character that the tokenizer cannot encode, or an empty prompt.
+        DataError: messages without a chat template, text that the tokenizer cannot encode, or an empty prompt.
     """
+    specials = _special_tokens(tokenizer)
     if chat_template:
-        specials = _special_tokens(tokenizer)
         encoded = [
             _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials) for example in examples
         ]
     else:
         texts = [prompt_text(example) for example in examples]
         places = [f"prompt {example.uid!r}" for example in examples]
-        encoded = _encode_texts(tokenizer, texts, places, add_special_tokens=True)
+        encoded = _encode_texts(tokenizer, texts, places, specials, add_special_tokens=True)
         end = tokenizer.eos_token_id
         encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in encoded]
     for example, ids in zip(examples, encoded, strict=True):
@@ -97,7 +112,7 @@ def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequen
 
     Raises:
         DataError: an example has no demonstration, the tokenizer has no end-of-sequence token, or it cannot encode a
-            character.
+            text.
     """
     texts, places = [], [f"demonstration of {example.uid!r}" for example in examples]
     for example, place in zip(examples, places, strict=True):
@@ -110,7 +125,8 @@ def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequen
             f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
             "model.tokenizer to one that has one"
         )
-    return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, add_special_tokens=False)]
+    specials = _special_tokens(tokenizer)
+    return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, specials, add_special_tokens=False)]
 
 
 def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
@@ -156,11 +172,16 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of all special tokens: those with a role, such as the end of a sequence, and templates' own."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens = {*map(str, tokenizer.all_special_tokens), *added} - {""}
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
+    """Return all special tokens of a tokenizer."""
+    spellings = dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
+    spellings |= {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    tokens = sorted({*spellings.values()} - {""}, key=len, reverse=True)
+    return _SpecialTokens(
+        re.compile("|".join(map(re.escape, tokens)) or r"(?!)"),
+        {number: token for number, token in spellings.items() if len(token) > 1},
+        _single_id(tokenizer.unk_token_id, "unknown"),
+    )
 
 
 def _single_id(token_id: object, what: str) -> int | None:
@@ -179,32 +200,72 @@ def _encode_texts(
     tokenizer: PreTrainedTokenizerBase,
     texts: list[str],
     places: Sequence[str],
+    specials: _SpecialTokens | None,
     *,
     add_special_tokens: bool,
-    literal: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each text; with `literal`, special tokens in a text become plain characters."""
+    """Return the token ids of each text; with `specials`, those in a text become plain characters."""
     if not texts:
         return []
+    is_literal = specials is not None
     encoded: list[list[int]] = tokenizer(
-        texts, add_special_tokens=add_special_tokens, split_special_tokens=literal, return_attention_mask=False
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=is_literal, return_attention_mask=False
     )["input_ids"]
-    unknown = tokenizer.unk_token_id
-    if literal and unknown is not None:
-        for text, place, ids in zip(texts, places, encoded, strict=True):
-            if unknown in ids:
-                raise DataError(_unknown_characters(tokenizer, text, place))
-    return encoded
+    if specials is None:
+        return encoded
+    checked = {*specials.spellings, specials.unknown}
+    around = tokenizer("", add_special_tokens=add_special_tokens)["input_ids"]
+    num_around = sum(map(checked.__contains__, around))
+    return [
+        ids
+        if sum(map(checked.__contains__, ids)) <= num_around
+        else _spell_specials(tokenizer, text, place, ids, specials)
+        for text, place, ids in zip(texts, places, encoded, strict=True)
+    ]
+
+
+def _spell_specials(
+    tokenizer: PreTrainedTokenizerBase, text: str, place: str, ids: list[int], specials: _SpecialTokens
+) -> list[int]:
+    """Return a text's token ids with each special token in it as the tokens of its characters.
+
+    A Unigram vocabulary has special tokens among its pieces, which `split_special_tokens` does not turn off. Tokens
+    that the tokenizer adds around the text are kept.
+    """
+    own: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    if specials.unknown in own:
+        raise DataError(_unknown_characters(tokenizer, text, place))
+    spellings = [specials.spellings.get(token_id) for token_id in own]
+    names = sorted({spelling for spelling in spellings if spelling is not None})
+    if not names:
+        return ids
+    spelled: list[int] = []
+    for token_id, spelling in zip(own, spellings, strict=True):
+        pieces: Any = [token_id] if spelling is None else tokenizer.convert_tokens_to_ids([*spelling])
+        spelled += pieces
+    starts = [start for start in range(len(ids) - len(own) + 1) if ids[start : start + len(own)] == own]
+    if specials.unknown in spelled or not starts:  # missing characters are unknown; None without an unknown token
+        raise DataError(
+            f"{place} has {', '.join(names)}, which {tokenizer_name(tokenizer)} can encode only as a special token; "
+            f"change the text {text[:80]!r}"
+        )
+    # In a text of nothing but the token that is added, the added one is taken to be the first.
+    return [*ids[: starts[-1]], *spelled, *ids[starts[-1] + len(own) :]]
 
 
 def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> str:
-    unknown = {c for c in text if tokenizer.unk_token_id in tokenizer(c, split_special_tokens=True).input_ids}
+    def is_unknown(part: str) -> bool:
+        ids = tokenizer(part, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return tokenizer.unk_token_id in ids
+
+    # A word of known characters may be unknown too, such as the spelling of the unknown token.
+    unknown = {*filter(is_unknown, {*text})} or {*filter(is_unknown, text.split())}
     name = tokenizer_name(tokenizer)
     return f"{place} has characters that {name} cannot encode: {sorted(unknown)}; in {text[:80]!r}"
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, specials: re.Pattern[str]
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, specials: _SpecialTokens
 ) -> list[int]:
     """Return the token ids of a conversation, with the template's generation prompt.
 
@@ -222,14 +283,15 @@ def _encode_messages(
         replaced.append(match[0])
         return f"{marker}{len(replaced) - 1}{marker}"
 
-    mark = partial(specials.sub, replace)
+    mark = partial(specials.pattern.sub, replace)
     marked = [{**_map_texts(message, mark), "role": message["role"]} for message in messages]
     rendered = _render(tokenizer, marked, where).replace(escaped, marker)
     ids: list[int] = []
     for number, piece in enumerate(rendered.split(marker)):
         is_replaced = number % 2 == 1
         text = replaced[int(piece)] if is_replaced else piece
-        ids += _encode_texts(tokenizer, [text], [where], add_special_tokens=False, literal=is_replaced)[0]
+        literal = specials if is_replaced else None
+        ids += _encode_texts(tokenizer, [text], [where], literal, add_special_tokens=False)[0]
     return ids
 
 

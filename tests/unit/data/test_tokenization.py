@@ -1,7 +1,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AddedToken, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
@@ -42,6 +43,16 @@ def chat():
     return tokenizer
 
 
+def unigram_tokenizer(letters):
+    """Return a tokenizer as SentencePiece makes them: special tokens are pieces that cost nothing."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<pad>", 0.0), ("▁", -2.0), *((c, -3.0) for c in letters)]
+    inner = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from(MIXED), min_size=1))
 def test_every_character_is_one_token_and_decodes_to_itself(tokenizer, text):
@@ -63,6 +74,46 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
 def test_special_tokens_in_user_text_are_characters(tokenizer):
     ids = encode_prompt(tokenizer, Example("0", "a<eos>"), chat_template=False)
     assert ids == [3 + MIXED.index(character) for character in "a<eos>"]
+
+
+@pytest.mark.parametrize("text", ["a</s>b <pad>", "</s>", "<s></s>", "ab <s> </s>", "a b", "</s"])
+def test_special_tokens_among_the_pieces_of_a_vocabulary_are_characters(text):
+    tokenizer = unigram_tokenizer("abpdks</>")
+    spelled = [tokenizer.convert_tokens_to_ids(c) for c in "▁" + text.replace(" ", "▁")]
+    assert tokenizer.decode(spelled) == text
+    assert encode_prompt(tokenizer, Example("0", text), chat_template=False) == [1, *spelled]
+    assert encode_demonstration(tokenizer, Example("0", "a", demonstration=text)) == [*spelled, 2]
+    tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    first, *inside, last = encode_prompt(tokenizer, Example("0", text), chat_template=True)
+    assert (first, last) == (1, 2)
+    assert not {0, 1, 2, 3} & {*inside}
+    assert tokenizer.decode(inside).replace(" ", "") == text.replace(" ", "")
+
+
+def test_special_tokens_that_no_characters_spell_are_refused():
+    tokenizer = unigram_tokenizer("ab<s>")
+    with pytest.raises(DataError, match=r"prompt 'row-7' has </s>, which .* only as a special token; .* 'a</s>b'"):
+        encode_prompt(tokenizer, Example("row-7", "a</s>b"), chat_template=False)
+    with pytest.raises(DataError, match=r"prompt 'row-7' has characters that .* cannot encode: \['<unk>'\]"):
+        encode_prompt(unigram_tokenizer("abunk<>"), Example("row-7", "a <unk>"), chat_template=False)
+
+
+def test_a_special_token_of_one_character_is_that_character_in_a_text():
+    tokenizer = character_tokenizer("ab!")
+    tokenizer.pad_token = "!"
+    assert encode_prompt(tokenizer, Example("0", "a!"), chat_template=False) == [3, 5]
+
+
+def test_the_unknown_token_may_also_begin_a_sequence():
+    tokenizer = character_tokenizer("ab<eos>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 1)]
+    )
+    tokenizer.backend_tokenizer.model = models.WordLevel(tokenizer.get_vocab(), unk_token="<eos>")
+    tokenizer.unk_token = "<eos>"
+    assert encode_prompt(tokenizer, Example("0", "ab<eos>"), chat_template=False) == [1, 3, 4, 5, 6, 7, 8, 9]
+    with pytest.raises(DataError, match=r"prompt 'row-7' has characters that .* cannot encode: \['Z'\]"):
+        encode_prompt(tokenizer, Example("row-7", "aZ"), chat_template=False)
 
 
 def test_demonstrations_end_with_one_end_of_sequence(tokenizer):
