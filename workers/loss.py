@@ -21,7 +21,7 @@ from torch import Tensor
 from rlpack.algorithms.correction import lag_masks, mismatch_sums, mismatch_totals
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.kl import at_bound, kl_estimate
-from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens, check_policy_loss
 from rlpack.algorithms.registry import call_with, find_loss
 from rlpack.algorithms.statistics import concat_tokens, statistics_of
 from rlpack.algorithms.value_loss import clipped_value_loss
@@ -192,13 +192,14 @@ class PolicyGradientLoss(LogprobLoss):
         If `statistics` is None, statistics that the loss needs are computed from these tokens.
 
         Raises:
-            AlgorithmError: a setting is out of range.
+            AlgorithmError: a setting is out of range, or the result is not one `PolicyLoss` with an entry per token.
         """
         offered = dict(self.algorithm)
         if self.needs_statistics:
             offered["statistics"] = self._statistics(tokens) if statistics is None else statistics
         with UserCode(f"algorithm.loss {self.algorithm.loss!r}", AlgorithmError):
-            return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+            result = call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+        return check_policy_loss(result, tokens.mask)
 
     def __call__(
         self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None

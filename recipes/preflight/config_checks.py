@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.config.evaluation_sets import naming, set_configs
 from rlpack.config.layout_remedies import cp_for
@@ -183,22 +183,19 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
 
 
 def _check_algorithm(config: Config) -> None:
-    """Find the loss and the advantage function, and call the loss to check its bounds."""
+    """Find the loss and the advantage function, and call the loss on two rows to check its bounds and its result."""
     settings = config.algorithm
-    column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
-    tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
+    # The numbers of rows, of response tokens and of tokens differ, so no result of another shape passes for [T].
+    column, mask = torch.zeros(5), torch.tensor([False, True, True, False, True])
+    tokens = PolicyTokens(column, column, column, mask, torch.tensor([3, 2]))
     loss = PolicyGradientLoss(settings, temperature=config.rollout.temperature)
     try:
-        result = loss.evaluate(tokens)
+        loss.evaluate(tokens)
     except AlgorithmError:
         raise
     except Exception as error:  # the function may be a user's
-        reason = f"whose call with one token failed: {describe_exception(error)}"
+        reason = f"whose call with five tokens failed: {describe_exception(error)}"
         raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
-    if not isinstance(result, PolicyLoss):
-        raise AlgorithmError(
-            f"algorithm.loss is {settings.loss!r}, which returned a {type(result).__name__}; return a PolicyLoss"
-        )
     if judges_advantage(config):
         find_advantage(settings.advantage, settings.advantage_arguments, advantage_columns(config))
 

@@ -104,9 +104,31 @@ class PolicyLoss:
 
     @classmethod
     def of(cls, tokens: PolicyTokens, losses: Tensor, ratio: Tensor, low: Tensor, high: Tensor) -> "PolicyLoss":
-        """Return the result with everything outside the mask set to 0."""
+        """Return the result with everything outside the mask set to 0.
+
+        Raises:
+            AlgorithmError: `losses` is not [T]; broadcasting it would change the gradient.
+        """
         mask = tokens.mask
+        _check_shape("losses", losses, mask)
         return cls(torch.where(mask, losses, 0.0), torch.where(mask, ratio.detach(), 0.0), low & mask, high & mask)
+
+
+def check_policy_loss(result: object, mask: Tensor) -> PolicyLoss:
+    """Return the result of a loss, which may be a user's function.
+
+    Args:
+        result: what the function returned.
+        mask: the mask of the tokens that it was called with, bool [T].
+
+    Raises:
+        AlgorithmError: it is not a `PolicyLoss`, or one of its columns is not [T].
+    """
+    if not isinstance(result, PolicyLoss):
+        raise AlgorithmError(f"algorithm.loss returned a {type(result).__name__}; return a PolicyLoss")
+    for name, column in vars(result).items():
+        _check_shape(name, column, mask)
+    return result
 
 
 def ppo_clip(
@@ -310,6 +332,17 @@ def _within_divergence(
     low, high = below & ~rises, above & rises
     losses = -ratio.clamp(max=max_ratio) * tokens.advantages * tokens.logprobs
     return PolicyLoss.of(tokens, torch.where(low | high, 0.0, losses), ratio, low, high)
+
+
+def _check_shape(name: str, column: object, mask: Tensor) -> None:
+    """Raise an `AlgorithmError` unless a column of a policy loss is a tensor of the mask's shape."""
+    if isinstance(column, Tensor) and column.shape == mask.shape:
+        return
+    kind = f"a tensor of shape {list(column.shape)}" if isinstance(column, Tensor) else f"a {type(column).__name__}"
+    raise AlgorithmError(
+        f"algorithm.loss gave {kind} as {name} for {mask.shape[0]} tokens; give one entry per token, of shape "
+        f"{list(mask.shape)}, and leave sums and means to algorithm.aggregation"
+    )
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:

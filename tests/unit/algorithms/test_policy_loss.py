@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlpack.algorithms import policy_loss
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.policy_loss import PolicyTokens
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens, check_policy_loss
 from tests.unit.algorithms import reference
 
 logprob = st.floats(-6, 0, width=32)
@@ -135,6 +135,32 @@ def two_rows(new, old, advantages):
     """The tokens of two rows, of three and two tokens; the last token of the first row is masked."""
     mask = torch.tensor([True, True, False, True, True])
     return PolicyTokens(new, old, advantages, mask, torch.tensor([3, 2]))
+
+
+@pytest.mark.parametrize(
+    ("losses", "shape"),
+    [
+        (torch.ones(()), r"\[\]"),
+        (torch.ones(2), r"\[2\]"),
+        (torch.ones(4), r"\[4\]"),
+        (torch.ones(5, 1), r"\[5, 1\]"),
+    ],
+    ids=["mean", "per row", "masked tokens", "column"],
+)
+def test_losses_of_another_shape_than_the_tokens_are_refused_and_never_broadcast(losses, shape):
+    batch = two_rows(torch.zeros(5), torch.zeros(5), torch.zeros(5))
+    none = torch.zeros_like(batch.mask)
+    with pytest.raises(AlgorithmError, match=rf"a tensor of shape {shape} as losses for 5 tokens; .* of shape \[5\]"):
+        PolicyLoss.of(batch, losses, batch.ratio, none, none)
+
+
+def test_a_constant_ratio_or_flag_holds_for_every_sampled_token():
+    batch = two_rows(torch.zeros(5), torch.zeros(5), torch.zeros(5))
+    loss = PolicyLoss.of(batch, torch.ones(5), torch.tensor(1.0), torch.tensor(False), torch.tensor(True))
+    assert check_policy_loss(loss, batch.mask) is loss
+    assert loss.ratio.tolist() == [1, 1, 0, 1, 1]
+    assert loss.clipped_low.tolist() == [False] * 5
+    assert loss.clipped_high.tolist() == [True, True, False, True, True]
 
 
 def test_gspo_clips_by_the_geometric_mean_ratio_of_the_row():

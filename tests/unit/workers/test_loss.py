@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm
 from rlpack.models.policy import TokenScores
@@ -52,6 +55,34 @@ def test_losses_are_picklable_after_use(loss: LogprobLoss | ValueLoss):
     if isinstance(loss, PolicyGradientLoss):
         assert loss.needs_statistics  # which looks the function up
     assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def summed(tokens: PolicyTokens) -> PolicyLoss:
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss(-tokens.logprobs.sum(), tokens.ratio, none, none)
+
+
+def without_clipping(tokens: PolicyTokens) -> PolicyLoss:
+    return PolicyLoss(-tokens.logprobs, tokens.ratio, None, None)  # pyright: ignore[reportArgumentType]
+
+
+def bare(tokens: PolicyTokens) -> Tensor:
+    return -tokens.logprobs
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("summed", r"gave a tensor of shape \[\] as token_losses for 2 tokens"),
+        ("without_clipping", "gave a NoneType as clipped_low for 2 tokens"),
+        ("bare", "returned a Tensor; return a PolicyLoss"),
+    ],
+)
+def test_a_policy_loss_without_an_entry_per_token_is_refused(name: str, message: str):
+    column = torch.zeros(2)
+    tokens = PolicyTokens(column, column, column, torch.tensor([False, True]), torch.tensor([2]))
+    with pytest.raises(AlgorithmError, match=f"algorithm.loss {message}"):
+        PolicyGradientLoss(Algorithm(loss=f"{__name__}:{name}"), temperature=1.0).evaluate(tokens)
 
 
 def test_the_reference_is_read_only_with_a_kl_term():
