@@ -65,14 +65,16 @@ def unit_tests(
         completion: the policy's response.
         tests: statements such as `assert double(2) == 4`, as one string (one test) or a list of strings (one test
             each), executed after the program in its process. For programs that read stdin and write stdout: a list of
-            `{"input": text, "output": text}`, or `{"inputs": [...], "outputs": [...]}`, one process each. Either may
-            be encoded as a JSON string. Trailing whitespace of lines and of the output is ignored.
+            `{"input": text, "output": text}`, or `{"inputs": [...], "outputs": [...]}`, one process each. A text may
+            be a list of lines. Either may be encoded as a JSON string. Trailing whitespace of lines and of the output
+            is ignored.
         timeout_s: deadline of each process; `reward.timeout_s` has to cover all processes of a row.
         memory_gb: address space of each process.
         partial: return the fraction of tests passed.
 
     Raises:
-        RewardError: the tests have another format, or `reward.subprocesses` is 0.
+        RewardError: the tests have another format, such as the arguments of a function that they name (`fn_name`,
+            `"testtype": "functional"`), or `reward.subprocesses` is 0.
     """
     cases = _parse_tests(tests)
     if not cases:
@@ -101,16 +103,45 @@ def _parse_tests(tests: object) -> Sequence[str] | Sequence[tuple[str, str]]:
             return []
         case str():
             return [tests] if tests.strip() else []
-        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
-            return [(str(stdin), str(expected)) for stdin, expected in zip(inputs, outputs, strict=True)]
         case [*items] if all(isinstance(item, str) for item in items):
             return items
-        case [*items] if all(isinstance(item, Mapping) and {"input", "output"} <= item.keys() for item in items):
-            return [(str(item["input"]), str(item["output"])) for item in items]
+    if (pairs := _input_output_pairs(tests)) is not None:
+        return pairs
     raise RewardError(
         f"tests are {str(tests)[:100]!r}; give statements (a string or a list of strings), a list of objects with "
-        "input and output, or an object with inputs and outputs of equal length"
+        "input and output, or an object with inputs and outputs of equal length, all texts of stdin and stdout; write "
+        "a test that calls a function as a statement, such as assert add(1, 2) == 3"
     )
+
+
+def _input_output_pairs(tests: object) -> list[tuple[str, str]] | None:
+    """Return tests of stdin and stdout as pairs of texts, None if they have another format.
+
+    Datasets (APPS, TACO, LiveCodeBench) store the arguments of a function and its result in the same keys; a program
+    would not find them in its input.
+    """
+    match tests:
+        case {"inputs": [*inputs], "outputs": [*outputs], **more} if len(inputs) == len(outputs):
+            pairs = list(zip(inputs, outputs, strict=True))
+            is_call = bool(more.get("fn_name"))
+        case [*items] if all(isinstance(item, Mapping) and {"input", "output"} <= item.keys() for item in items):
+            pairs = [(item["input"], item["output"]) for item in items]
+            is_call = any(item.get("testtype") == "functional" for item in items)
+        case _:
+            return None
+    if is_call or not all(_is_text(value) for pair in pairs for value in pair):
+        return None
+    return [(_join_lines(stdin), _join_lines(expected)) for stdin, expected in pairs]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | int | float) or (
+        isinstance(value, list) and all(isinstance(line, str) for line in value)
+    )
+
+
+def _join_lines(text: object) -> str:
+    return "\n".join(text) if isinstance(text, list) else str(text)
 
 
 def _count_passed_statements(program: str, tests: list[str], timeout_s: float, memory_gb: float) -> int:

@@ -15,6 +15,7 @@ from rlpack.rewards.pool.pool import RewardPool
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 ADD = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
+ADD_LINES = "```\nprint(int(input()) + int(input()))\n```"
 FORWARD = "from dataclasses import dataclass, fields\n@dataclass\nclass Node:\n    left: 'Node' = None"
 HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
 
@@ -39,6 +40,9 @@ HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
         (ADD, {"inputs": ["1 2", "5 5"], "outputs": ["3", "11"]}, 0.0, 0.5),
         (ADD, '{"inputs": ["1 2"], "outputs": ["3 "]}', 1.0, 1.0),
         (ADD, [{"input": "1", "output": "1"}], 0.0, 0.0),
+        (ADD_LINES, {"inputs": [["1", "2"], "5\n5"], "outputs": [["3"], 10]}, 1.0, 1.0),
+        (ADD_LINES, {"inputs": [["1", "2"]], "outputs": [["3", "3"]], "fn_name": None}, 0.0, 0.0),
+        (ADD, [{"input": "1 2", "output": "3", "testtype": "stdin"}], 1.0, 1.0),
         (DOUBLE, None, None, None),
         (DOUBLE, [], None, None),
         (DOUBLE, " ", None, None),
@@ -49,7 +53,22 @@ def test_a_program_is_worth_the_tests_that_it_passes(completion, tests, reward, 
     assert unit_tests(completion, tests, partial=True) == share
 
 
-@pytest.mark.parametrize("tests", [7, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], ["a", 1], "[1]"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        7,
+        {"inputs": ["1"], "outputs": []},
+        [{"input": "1"}],
+        ["a", 1],
+        "[1]",
+        {"fn_name": "double", "inputs": [[2]], "outputs": [4]},
+        '{"fn_name": "double", "inputs": ["2"], "outputs": ["4"]}',
+        {"inputs": [[2]], "outputs": [[4]]},
+        {"inputs": [None], "outputs": ["4"]},
+        [{"input": "2", "output": "4", "testtype": "functional"}],
+        [{"input": {"x": 2}, "output": "4"}],
+    ],
+)
 def test_tests_of_another_form_are_refused(tests):
     with pytest.raises(RewardError, match="give statements"):
         unit_tests(DOUBLE, tests)
