@@ -51,7 +51,7 @@ class WeightView:
             return None
         part = values[tuple(slice(lo - begin, hi - begin) for lo, hi, (begin, _) in zip(low, high, given, strict=True))]
         order = [axis for axis in self.axes if axis is not None]
-        part = part.permute(*order, *(axis for axis in range(part.ndim) if axis not in order))
+        part = part.permute((*order, *(axis for axis in range(part.ndim) if axis not in order)))
         own = tuple(
             slice(0, 1) if axis is None else slice(low[axis] - self.starts[axis], high[axis] - self.starts[axis])
             for axis in self.axes

@@ -31,7 +31,7 @@ def assert_same_folder(found: Path, expected: Path) -> None:
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("model_type", [*TYPES, "gpt2", "bert"])
+@pytest.mark.parametrize("model_type", [*TYPES, "gpt2", "bert", "apertus"])
 def test_files_are_those_of_save_pretrained(tmp_path: Path, model_type: str):
     model = new_model(model_type)
     model.save_pretrained(tmp_path / "expected")

@@ -73,3 +73,13 @@ def test_pieces_of_a_weight_fill_the_tensors_of_a_conversion(
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_conversions_have_no_views(name: str):
     assert find_views(torch.empty(6, 4, 6, device="meta"), OTHERS[name]) is None
+
+
+def test_a_tensor_without_axes_is_a_view_of_itself():
+    views = find_views(torch.empty((), device="meta"), lambda weight: {"a": weight})
+    assert views is not None
+    cut = views["a"].cut((), torch.tensor(3.0))
+    assert cut is not None
+    place, values = cut
+    assert place == ()
+    assert torch.equal(values, torch.tensor(3.0))
