@@ -314,6 +314,8 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         folder = Path(name).expanduser()
         if kind is AutoTokenizer and holds_character_tokenizer(folder):
             kind = PreTrainedTokenizerFast
+        if kind is AutoTokenizer:  # mistral-common's tokenizer, for tekken.json, lacks split_special_tokens
+            arguments = arguments | {"mistral_format": False}
         with UserCode("its code"):
             return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
     except (

@@ -8,7 +8,8 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlpack.config.schema import Config, Model
 from rlpack.config.sections.value_models import Critic, RewardModel
@@ -144,6 +145,16 @@ def test_an_exported_character_tokenizer_keeps_spaces_and_marks_unknown_characte
     loaded = load_tokenizer(Model(path=str(tmp_path)))
     assert loaded("a + b\nX").input_ids == [3, 5, 6, 5, 4, 7, 2]
     assert loaded.decode([3, 5, 6, 5, 4, 7]) == "a + b\n"
+
+
+def test_mistrals_own_file_next_to_a_tokenizer_is_not_read(tmp_path: Path):
+    pytest.importorskip("mistral_common", reason="vLLM, which installs it, is not installed")
+    inner = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    loaded = load_tokenizer(Model(path=str(tmp_path)))
+    assert loaded("abb", split_special_tokens=True).input_ids == [2, 1]
 
 
 @pytest.fixture
