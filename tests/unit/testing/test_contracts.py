@@ -190,6 +190,15 @@ class Ranked(Worker):
         return scored(shard, lengths(shard) + (self.context.rank > 1))
 
 
+class Collective(Worker):
+    """Its ranks communicate, unless there is only one."""
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        assert self.context.num_ranks == 1, "one process has no process group"
+        return scored(shard, lengths(shard))
+
+
 def test_a_role_that_keeps_its_contracts_passes():
     check_role(Good)
     check_role(Good, arguments={"factor": 2.0}, batch=sample_batch(7, seed=3))
@@ -236,6 +245,9 @@ def test_a_role_that_breaks_a_contract_is_told_which_and_how_to_mend_it(
 
 def test_a_check_may_be_kept_to_some_numbers_of_ranks():
     check_role(Ranked, ranks=(1, 2))
+    check_role(Collective, ranks=(1,))
+    with pytest.raises(ContractError, match="one process has no process group"):
+        check_role(Collective)
 
 
 def test_the_difference_of_batches_is_named_by_column_row_and_token():
