@@ -160,7 +160,8 @@ def targets_of(config: Config) -> dict[str, str]:
 def _imported_here(key: str, module: str) -> str:
     """Return the module to look up: for a reward function, the topmost package, since the sandbox imports the rest."""
     is_path = module.endswith(".py") or "/" in module
-    return module.partition(".")[0] if key.startswith("reward.") and not is_path else module
+    is_reward = key.startswith(("reward.", "evaluation.sets."))
+    return module.partition(".")[0] if is_reward and not is_path else module
 
 
 def _why_not_importable(module: str) -> str:

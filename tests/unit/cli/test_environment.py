@@ -15,6 +15,8 @@ from rlpack.config.schema import (
     Algorithm,
     Config,
     Data,
+    Evaluation,
+    EvaluationSet,
     Logger,
     Optimizer,
     Placement,
@@ -46,6 +48,19 @@ def test_a_config_whose_needs_are_met_passes(tmp_path):
 @pytest.mark.parametrize("function", ["no_such_package.rewards:f", "no_such_module:f"])
 def test_a_reward_that_cannot_be_imported_is_named(tmp_path, function):
     assert f"reward.function is '{function}': " in problem_of(config_with(tmp_path, reward=Reward(function=function)))
+
+
+def test_the_package_of_a_reward_function_is_imported_only_in_the_sandbox(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "__init__.py").write_text("raise RuntimeError('imported too early')\n")
+    (tmp_path / "early" / "rewards.py").touch()
+    evaluation = Evaluation(sets={"x": EvaluationSet(reward_function="early.rewards:f")})
+    check_environment(config_with(tmp_path, reward=Reward(function="early.rewards:f"), evaluation=evaluation), {})
+    missing = Evaluation(sets={"x": EvaluationSet(reward_function="no_such_package.rewards:f")})
+    assert "evaluation.sets.x.reward_function is 'no_such_package.rewards:f': there is no module" in problem_of(
+        config_with(tmp_path, evaluation=missing)
+    )
 
 
 def test_a_role_beside_the_command_is_found_and_one_that_is_not_there_is_named(tmp_path, monkeypatch):
