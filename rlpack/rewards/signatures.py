@@ -153,7 +153,7 @@ def check_signature(
         of_answer = "did you mean 'answer'?" if "answer" in names else "set data.answer_column"
         suggestion = (
             (of_answer if missing[0] in {"answer", *_ANSWERS} else "")
-            or _suggest(missing[0], [*signature.texts, *names])
+            or _suggest(missing[0], {*signature.texts, *names} - {missing[0]})
             or f"set {key}.{missing[0]}"
         )
         raise RewardError(

@@ -69,7 +69,7 @@ def test_arguments_and_columns_that_a_function_names_are_taken():
     check_signature(read_signature(samples.everything), [], {"anything": 1})
     check_signature(read_signature(samples.compute_score), ["answer", "data_source"], {})
     check_signature(read_signature(samples.compute_score), ["answer"], {"data_source": "sums"})
-    with pytest.raises(RewardError, match="needs 'data_source'"):
+    with pytest.raises(RewardError, match=r"needs 'data_source'; .*; set reward\.arguments\.data_source$"):
         check_signature(read_signature(samples.compute_score), ["answer"], {})
 
 
