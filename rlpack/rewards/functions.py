@@ -84,7 +84,7 @@ def extracted_answer(completion: str, answer: object, *, pattern: str) -> float 
     return _score(last.group(1 if last.re.groups else 0) or "", answer)
 
 
-def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
+def has_format(completion: str, *, tags: str | Sequence[str] = ("think", "answer")) -> float:
     """Return 1 if the completion consists of these sections, else 0.
 
     A section has to occur exactly once, with only whitespace around and between sections.
@@ -94,9 +94,9 @@ def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) ->
 
     Args:
         completion: the policy's response.
-        tags: names of the sections, each written as `<name>…</name>`.
+        tags: names of the sections, each written as `<name>…</name>`; a text is one name.
     """
-    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    marks = [mark for tag in ([tags] if isinstance(tags, str) else tags) for mark in (f"<{tag}>", f"</{tag}>")]
     if any(completion.count(mark) != 1 for mark in marks):
         return 0.0
     starts = [completion.index(mark) for mark in marks]

@@ -93,3 +93,5 @@ def test_a_format_is_its_sections_in_order_each_once_and_nothing_between(complet
 def test_the_sections_of_a_format_have_any_names():
     assert has_format("<plan>a</plan>", tags=["plan"]) == 1.0
     assert has_format("<think>a</think><answer>b</answer>", tags=["plan"]) == 0.0
+    assert has_format("<plan>a</plan>", tags="plan") == 1.0
+    assert has_format("<p></p><l></l><a></a><n></n>", tags="plan") == 0.0
