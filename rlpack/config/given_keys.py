@@ -21,8 +21,11 @@ def given_key_problems(config: Config, given: Collection[str]) -> Iterator[str]:
         config: a valid configuration.
         given: keys that the command sets.
     """
-    if config.trainer.data_epochs is not None and {"trainer.steps", "trainer.data_epochs"}.issubset(given):
-        yield "trainer.steps and trainer.data_epochs both say how long to train; set one of them"
+    if config.trainer.data_epochs is not None and "trainer.steps" in given:
+        yield (
+            "trainer.steps and trainer.data_epochs both say how long to train; set one of them (or "
+            "trainer.data_epochs=null, where a preset sets it)"
+        )
     names = list(config.reward.functions)
     if names and "reward.function" in given:
         yield (

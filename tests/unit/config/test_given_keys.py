@@ -30,6 +30,31 @@ def test_a_key_that_another_one_rules_out_is_refused_at_its_default_too(make, ov
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps", "epochs"),
+    [
+        (["trainer.steps=3"], None, None),  # refused
+        (["trainer.steps=3", "trainer.data_epochs=null"], 3, None),
+        (["trainer.data_epochs=1"], 50, 1.0),
+        ([], 50, 2.0),
+    ],
+)
+def test_steps_on_the_command_line_are_never_ignored_for_the_epochs_of_a_preset(
+    tmp_path: Path, overrides: list[str], steps: int | None, epochs: float | None
+):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  data_epochs: 2\n")
+    command = ["--config-dir", str(tmp_path), "experiment=mine", *overrides]
+    if steps is None:
+        with pytest.raises(
+            ConfigError, match=r"set one of them \(or trainer\.data_epochs=null, where a preset sets it"
+        ):
+            compose_jobs(command)
+    else:
+        trainer = compose_jobs(command)[0].config.trainer
+        assert (trainer.steps, trainer.data_epochs) == (steps, epochs)
+
+
 def test_an_evaluation_scores_with_the_function_that_it_names_or_says_why_not(tmp_path: Path):
     state = {"config": compose([OWN]).model_dump(mode="json")}
     run = EvaluatedModel("mine-step-2", checkpoint=tmp_path, state=state)
