@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from rlpack.config.roles import is_builtin, started_roles
-from rlpack.config.schema import Config, Reward
+from rlpack.config.evaluation_sets import reward_functions
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config, Reward, builtin_roles
 
 JUDGE = "rlpack.workers.judge:JudgeWorker"
 SERVED_REWARD_MODEL = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
@@ -29,9 +30,14 @@ def reward_problems(config: Config) -> Iterator[str]:
             yield f"reward.functions holds the name {name!r}; use letters, digits and _, starting with a letter"
         if name in _COUNTERS:
             yield f"reward.functions holds the name {name!r}, which is reserved for a counter; choose another"
-    targets = {"reward": reward.function} | {name: function.function for name, function in reward.functions.items()}
-    if reward.subprocesses == 0 and _UNIT_TESTS in targets.values():
-        yield f"{_UNIT_TESTS} runs programs, but reward.subprocesses is 0; set reward.subprocesses=1"
+    named = {f"reward.functions.{name}.function": function.function for name, function in reward.functions.items()}
+    targets = {"reward.function": reward.function} | named | reward_functions(config)
+    running = [key for key, target in targets.items() if target == _UNIT_TESTS]
+    if reward.subprocesses == 0 and running:
+        yield (
+            f"{running[0]} is {_UNIT_TESTS}, which runs programs, but reward.subprocesses is 0; set "
+            "reward.subprocesses=1"
+        )
 
 
 def deadline_problems(config: Config) -> Iterator[str]:
@@ -67,7 +73,8 @@ def judge_problems(config: Config) -> Iterator[str]:
     if callers and (judge.url is None or judge.model is None):
         missing = "judge.url" if judge.url is None else "judge.model"
         yield f"{missing} is null, but the role {callers[0]} needs it; set judge.url and judge.model"
-    if judge.url is not None and all(is_builtin(name) for name in config.roles):
+    unchanged = {role.target for role in builtin_roles().values()}
+    if judge.url is not None and all(role.target in unchanged for role in config.roles.values()):
         yield (
             f"judge.url is {judge.url!r}, but no role uses it; add roles.judge.target={JUDGE}, or, for a reward model, "
             f"roles.judge.target={SERVED_REWARD_MODEL}"

@@ -1,0 +1,40 @@
+"""Rules about reward functions and judges, by what a run with the composed config would need."""
+
+import pytest
+
+from rlpack.config.compose import compose
+from rlpack.config.errors import ConfigError
+
+UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
+JUDGE = "rlpack.workers.judge:JudgeWorker"
+SERVED = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
+SERVER = ("judge.url=http://localhost:8000/v1", "judge.model=m")
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        compose(overrides)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    "key", ["reward.function", "reward.functions.code.function", "evaluation.sets.code.reward_function"]
+)
+def test_programs_need_subprocesses_wherever_their_reward_is_named(key: str):
+    (problem,) = problems(f"{key}={UNIT_TESTS}")
+    expected = f"{key} is {UNIT_TESTS}, which runs programs, but reward.subprocesses is 0; set reward.subprocesses=1"
+    assert problem == expected
+    assert problems(f"{key}={UNIT_TESTS}", "reward.subprocesses=1") == []
+
+
+@pytest.mark.parametrize("target", [JUDGE, SERVED, "my_package.rewards:MyWorker"])
+@pytest.mark.parametrize("role", ["judge", "reward"])
+def test_a_server_may_be_called_by_a_role_that_users_add_or_by_the_reward_itself(role: str, target: str):
+    assert problems(f"roles.{role}.target={target}", *SERVER) == []
+
+
+def test_a_server_that_no_role_calls_is_refused():
+    (problem,) = problems(*SERVER)
+    assert problem.startswith("judge.url is 'http://localhost:8000/v1', but no role uses it")
