@@ -155,10 +155,17 @@ def _schedule(key: str, optimizer: Optimizer, steps: int | None) -> Iterator[str
 
 def _kl(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.kl_coef == 0 and (algorithm.kl_target is not None or algorithm.kl_placement == "reward"):
+    if algorithm.kl_coef > 0:
+        return
+    unused = {}  # each with the value that leaves it out
+    if algorithm.kl_target is not None:
+        unused[f"algorithm.kl_target={algorithm.kl_target:g}"] = "algorithm.kl_target=null"
+    if algorithm.kl_placement == "reward":
+        unused["algorithm.kl_placement=reward"] = "algorithm.kl_placement=loss"
+    if unused:
         yield (
-            f"algorithm.kl_coef is 0, so algorithm.kl_target={algorithm.kl_target} and algorithm.kl_placement="
-            f"{algorithm.kl_placement} have no effect; set algorithm.kl_coef above 0"
+            f"algorithm.kl_coef is 0, so {' and '.join(unused)} would have no effect; set algorithm.kl_coef above 0, "
+            f"or {' '.join(unused.values())}"
         )
 
 
@@ -325,6 +332,9 @@ def _secrets(config: Config) -> Iterator[str]:
     free = {
         "model.config": config.model.config,
         "data.generator": config.data.generator,
+        "algorithm.advantage_arguments": config.algorithm.advantage_arguments,
+        "algorithm.loss_arguments": config.algorithm.loss_arguments,
+        "rollout.vllm": config.rollout.vllm,
         "reward.arguments": config.reward.arguments,
         **{f"roles.{name}.arguments": role.arguments for name, role in config.roles.items()},
         **{f"reward.functions.{name}.arguments": one.arguments for name, one in config.reward.functions.items()},
@@ -332,7 +342,11 @@ def _secrets(config: Config) -> Iterator[str]:
     }
     for place, values in free.items():
         for path in secret_paths(place, values):
-            yield f"{path} looks like a secret, and configs are stored and shown; pass it as an environment variable"
+            example = ", such as HF_TOKEN" if place == "rollout.vllm" else ""
+            yield (
+                f"{path} looks like a secret, and configs are stored and shown; pass it as an environment variable"
+                f"{example}"
+            )
 
 
 def _job(config: Config) -> Iterator[str]:

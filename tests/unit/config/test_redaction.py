@@ -1,6 +1,15 @@
+from functools import reduce
+from typing import Any, get_args
+
 import pytest
 
+from rlpack.config.errors import ConfigError
+from rlpack.config.keys import walk
 from rlpack.config.redaction import looks_secret, secret_paths, without_secrets
+from rlpack.config.validate import validate
+
+# Mappings of the schema that hold any values.
+FREE = [key.path for key in walk() if key.is_open and get_args(key.annotation)[1] is Any]
 
 
 @pytest.mark.parametrize(
@@ -64,3 +73,23 @@ def test_what_is_refused_is_what_is_hidden_whatever_its_type_and_depth():
         "b": {"c": {"api_key": "<hidden>"}},
     }
     assert config["a"][0] == {"token": 7}
+
+
+@pytest.mark.parametrize("place", FREE)
+def test_every_mapping_of_free_values_refuses_what_would_be_hidden(place: str):
+    path = f"{place.replace('<name>', 'x')}.hf_token"
+    config = reduce(lambda below, name: {name: below}, reversed(path.split(".")), "abc")
+    with pytest.raises(ConfigError) as caught:
+        validate(_with_targets(config))
+    (said,) = [problem for problem in caught.value.problems if "looks like a secret" in problem]
+    assert said.startswith(f"{path} looks like a secret, and configs are stored and shown; pass it as an environment")
+    assert said.endswith("such as HF_TOKEN") is (place == "rollout.vllm")
+
+
+def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the targets that its entries need."""
+    for entry in config.get("roles", {}).values():
+        entry["target"] = "a:B"
+    for entry in config.get("reward", {}).get("functions", {}).values():
+        entry["function"] = "a:b"
+    return config

@@ -143,6 +143,16 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             {"actor": {"lora": {"rank": 4}, "optimizer": {"freeze": ["a"]}}},
             "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.freeze is set too",
         ),
+        (
+            {"algorithm": {"kl_placement": "reward"}},
+            "algorithm.kl_coef is 0, so algorithm.kl_placement=reward would have no effect; set algorithm.kl_coef "
+            "above 0, or algorithm.kl_placement=loss",
+        ),
+        (
+            {"algorithm": {"kl_placement": "reward", "kl_target": 0.5}},
+            "so algorithm.kl_target=0.5 and algorithm.kl_placement=reward would have no effect; set algorithm.kl_coef "
+            "above 0, or algorithm.kl_target=null algorithm.kl_placement=loss",
+        ),
         ({"actor": {"lora": {"targets": ["a"]}}}, "actor.lora.targets is set, but actor.lora.rank is 0"),
         ({"actor": {"lora": {"dropout": 0.1}}}, "actor.lora.dropout is set, but actor.lora.rank is 0"),
         ({"model": {}}, "lacks model_type"),
