@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ def difference(one: BatchedDataDict, other: BatchedDataDict, *, tolerance: float
     Args:
         one: the first batch.
         other: the second batch, with its rows in the same order.
-        tolerance: absolute and relative tolerance of floats; NaN equals NaN.
+        tolerance: absolute and relative tolerance of floats, also of those within the entries of lists; NaN equals NaN.
     """
     if one.num_rows != other.num_rows:
         return f"{one.num_rows} and {other.num_rows} rows"
@@ -36,7 +37,7 @@ def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
     if kinds[0] != kinds[1]:
         return f"{name!r} is {kinds[0]} and {kinds[1]}"
     if isinstance(one, list):
-        rows = [row for row, pair in enumerate(zip(one, other, strict=True)) if _differ(*pair)]
+        rows = [row for row, pair in enumerate(zip(one, other, strict=True)) if _differ(*pair, tolerance)]
         return f"{name!r} of row {rows[0]} is {one[rows[0]]!r} and {other[rows[0]]!r}" if rows else None
     if isinstance(one, Ragged):
         return _in_tokens(name, one, other, tolerance)
@@ -47,14 +48,35 @@ def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
     return f"{name!r} of row {place[0]} is {one[place].item()} and {other[place].item()}"
 
 
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two objects differ.
-
-    NaN equals NaN, and arrays are compared as a whole, unlike with `!=`.
-    """
-    if isinstance(one, float | int | str | None) or isinstance(other, float | int | str | None):
-        return repr(one) != repr(other)
+def _differ(one: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two objects differ: by value where Python, NumPy and torch define it, else by their pickles."""
+    if type(one) is not type(other):
+        return True
+    match one:
+        case Tensor() | np.ndarray() | np.generic() | float() | complex():
+            return _numbers_differ(one, other, tolerance)
+        case list() | tuple():
+            return len(one) != len(other) or any(_differ(*pair, tolerance) for pair in zip(one, other, strict=True))
+        case dict():
+            return one.keys() != other.keys() or any(_differ(one[key], other[key], tolerance) for key in one)
+        case None | int() | str() | bytes() | set() | frozenset():
+            return one != other
     return pickle.dumps(one) != pickle.dumps(other)
+
+
+def _numbers_differ(one: Any, other: Any, tolerance: float) -> bool:
+    """Return whether two tensors, arrays or numbers of one class differ in type, shape or value."""
+    if isinstance(one, Tensor):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return not is_alike or _apart(one, other, tolerance) is not None
+    one, other = np.asarray(one), np.asarray(other)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return True
+    if one.dtype.kind in "fc":
+        return not np.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True).all()
+    return (
+        one.tobytes() != other.tobytes() if one.dtype.kind != "O" else _differ(one.tolist(), other.tolist(), tolerance)
+    )
 
 
 def _in_tokens(name: str, one: Ragged, other: Ragged, tolerance: float) -> str | None:

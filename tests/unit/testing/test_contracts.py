@@ -1,8 +1,11 @@
 """Each contract of a role is broken once, by a role that breaks nothing else."""
 
+import copy
 import threading
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -261,6 +264,57 @@ def test_the_difference_of_batches_is_named_by_column_row_and_token():
     assert difference(*nan, tolerance=0.0) is None
     assert difference(one, one.select([0, 1]), tolerance=0.0) == "4 and 2 rows"
     assert difference(one.keep(["uid"]), one.keep(["answer"]), tolerance=0.0) == "columns ['uid'] and ['answer']"
+
+
+class Nested(Worker):
+    """Its list columns hold tensors and arrays that are views, floats that round differently, and shared objects."""
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        numbers = torch.stack([lengths(shard), 0.1 * lengths(shard)], 1)
+        noise = 1e-7 * torch.rand(())
+        return scored(
+            shard,
+            lengths(shard),
+            views=list(numbers),
+            arrays=[{"row": row} for row in numbers.numpy()],
+            floats=[[float(number + noise), None] for number in lengths(shard)],
+            texts=[{"a": text, "b": text} for text in shard["completion"]],
+        )
+
+
+def test_list_columns_are_compared_by_value_within_the_tolerance():
+    check_role(Nested)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1.0, 1.1),
+        (1, 1.0),
+        (True, 1),
+        (float("inf"), 1.0),
+        ("a", "b"),
+        (["a"], ["a", "a"]),
+        ({"a": 1.0}, {"a": 1.1}),
+        ({"a": 1.0}, {"b": 1.0}),
+        (torch.ones(2), torch.ones(2) + 0.1),
+        (torch.ones(2), torch.ones(1, 2)),
+        (torch.ones(2), torch.ones(2).double()),
+        (np.ones(2), np.ones(2) + 0.1),
+        (np.arange(2), np.arange(2) + 1),
+        (np.array(["a"]), np.array(["b"])),
+        (np.array(["a", [1.0]], dtype=object), np.array(["a", [1.1]], dtype=object)),
+        (np.float32(1.0), np.float32(1.1)),
+        (Fraction(1, 3), Fraction(1, 2)),
+    ],
+)
+def test_entries_of_lists_that_differ_are_named(one: Any, other: Any):
+    batches = [BatchedDataDict({"x": [1.0, entry]}) for entry in (one, other)]
+    assert "'x' of row 1 is" in str(difference(*batches, tolerance=1e-5))
+    for entry in (one, other):
+        copies = [BatchedDataDict({"x": [copy.deepcopy(entry)]}) for _ in range(2)]
+        assert difference(*copies, tolerance=1e-5) is None
 
 
 def test_the_sample_has_what_a_session_sends_and_no_two_rows_alike():
