@@ -12,8 +12,9 @@ from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
 from rlpack.config.evaluation_sets import COLUMN, naming, set_configs
+from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.data.datasets import PromptDataset, load_prompts
+from rlpack.data.datasets import TRAINING, PromptDataset, SplitUse, load_prompts
 from rlpack.data.examples import characters
 from rlpack.data.prompts import Prompts, tokenize_dataset
 from rlpack.data.sampler import sampled_rows
@@ -78,9 +79,8 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
         DataError: a source can't be read.
         ModelError: the tokenizer can't be loaded.
     """
-    data = config.data
-    train = _load(config, data.source, data.split)
-    held_out = _load(config, data.validation_source or data.source, data.validation_split)
+    train = _load(config, config.data.source, config.data.split, TRAINING)
+    held_out = _load_validation(config)
     if config.model.path is None and config.model.tokenizer is None:
         sets = _load_sets(config).values()
         examples = itertools.chain(train, held_out, *sets)
@@ -130,13 +130,15 @@ def load_held_out(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts]:
 
 
 def _load_validation(config: Config) -> PromptDataset:
-    source, split = config.data.validation_source, config.data.validation_split
-    if source is None:
-        return _load(config, config.data.source, split)
-    return _load(config, source, split, key="data.validation_source")
+    """Return the held-out rows, which need demonstrations only if the recipe's own steps train on them."""
+    data = config.data
+    source_key = "data.source" if data.validation_source is None else "data.validation_source"
+    needs = recipe_of(config).needs_demonstrations
+    use = SplitUse(source_key, "data.validation_split", needs_demonstrations=needs)
+    return _load(config, data.validation_source or data.source, data.validation_split, use)
 
 
-def _load(config: Config, source: str, split: str, *, key: str = "data.source") -> PromptDataset:
+def _load(config: Config, source: str, split: str, use: SplitUse) -> PromptDataset:
     data = config.data
     dataset = load_prompts(
         source,
@@ -146,7 +148,7 @@ def _load(config: Config, source: str, split: str, *, key: str = "data.source") 
         answer_column=data.answer_column,
         completion_column=data.completion_column,
         generator=data.generator,
-        key=key,
+        use=use,
     )
     return _drop_reserved_columns(dataset)
 

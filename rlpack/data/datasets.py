@@ -6,6 +6,7 @@ A reader yields each row with its place (`file:line`, or `name, row k`), which e
 import importlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlpack.data.examples import Example, PromptDataset, check_prompt, check_tex
 from rlpack.data.hub import NotOnHubError, Repository, hub_problem
 from rlpack.path_suggestions import DATA_FILES, suggest_path
 
-__all__ = ["Example", "PromptDataset", "load_prompts"]
+__all__ = ["Example", "PromptDataset", "SplitUse", "load_prompts"]
 
 Row = tuple[str, Mapping[str, Any]]
 _LONGEST_SHOWN, _LONGEST_REASON = 60, 500
@@ -22,6 +23,24 @@ _LONGEST_SHOWN, _LONGEST_REASON = 60, 500
 _FILE_SUFFIXES = frozenset(
     (*DATA_FILES, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
 )
+
+
+@dataclass(frozen=True)
+class SplitUse:
+    """The keys that set a split, for messages, and what its rows must have.
+
+    Attributes:
+        source_key: the key of the source.
+        split_key: the key of the split.
+        needs_demonstrations: whether every row needs a demonstration, if `completion_column` is set.
+    """
+
+    source_key: str = "data.source"
+    split_key: str = "data.split"
+    needs_demonstrations: bool = True
+
+
+TRAINING = SplitUse()
 
 
 def load_prompts(
@@ -33,7 +52,7 @@ def load_prompts(
     answer_column: str | None = "answer",
     completion_column: str | None = None,
     generator: Mapping[str, Any] | None = None,
-    key: str = "data.source",
+    use: SplitUse = TRAINING,
 ) -> PromptDataset:
     """Return the prompts of a source, with all rows checked.
 
@@ -47,7 +66,7 @@ def load_prompts(
         answer_column: column of the answer that rewards compare with; None for none.
         completion_column: column of the demonstration, the target text of supervised steps; None for none.
         generator: arguments of the built-in generator.
-        key: the key that sets the source, for messages.
+        use: what the split is for.
 
     Raises:
         DataError: the source can't be read, lacks a column, has no rows, or has an invalid one, which the
@@ -57,12 +76,15 @@ def load_prompts(
     named["data.completion_column"] = completion_column
     examples: list[Example] = []
     shapes: dict[str, str] = {}
-    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {}, key)):
-        for key, column in named.items():
-            if column is not None and column not in row:
+    needed = {key: column for key, column in named.items() if column is not None}
+    if not use.needs_demonstrations:
+        needed.pop("data.completion_column", None)
+    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {}, use)):
+        for key, column in needed.items():
+            if column not in row:
                 raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
-        demonstration = row[completion_column] if completion_column else None
-        if completion_column:
+        demonstration = row.get(completion_column) if completion_column else None
+        if completion_column in needed.values() or demonstration is not None:
             check_text(demonstration, f"{place}: {completion_column}")
         answer = row[answer_column] if answer_column else None
         shapes.setdefault(_shape(answer), f"{place}: {answer_column} is {_brief(answer)}")
@@ -101,19 +123,19 @@ def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
     return check_text(row["uid"], f"{place}: uid")
 
 
-def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any], key: str) -> Iterator[Row]:
+def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any], use: SplitUse) -> Iterator[Row]:
     """Yield the place and the columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
-    path = local_path(source, key)
+    path = local_path(source, use.source_key)
     if path is None:
-        return _hub(source, split, key)
+        return _hub(source, split, use)
     if path.is_dir():
-        return _hub(str(path), split, key)
+        return _hub(str(path), split, use)
     if path.suffix not in DATA_FILES:
         raise DataError(
-            f"{source} has the unsupported suffix {path.suffix!r}; set {key} to a .jsonl or .parquet file, a "
-            "folder, or the name of a dataset on the Hub"
+            f"{source} has the unsupported suffix {path.suffix!r}; set {use.source_key} to a .jsonl or .parquet file, "
+            "a folder, or the name of a dataset on the Hub"
         )
     return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
@@ -200,11 +222,11 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"{path} can't be read as Parquet: {str(error).rstrip('.')}; write the file again") from error
 
 
-def _hub(source: str, split: str, key: str) -> Iterator[Row]:
+def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
     """Yield the rows of a folder or a dataset on the Hub, using `datasets.load_dataset`."""
     import datasets
 
-    check_hub(source, key)
+    check_hub(source, use.source_key)
     try:
         table = datasets.load_dataset(source, split=split)
         for number, row in enumerate(table):
@@ -212,7 +234,8 @@ def _hub(source: str, split: str, key: str) -> Iterator[Row]:
     except Exception as error:  # every kind of file has its own errors; so do broken rows, shards and scripts
         raise DataError(
             f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; "
-            "set data.source to a dataset on the Hub, a folder, a .jsonl or .parquet file, and data.split to its split"
+            f"set {use.source_key} to a dataset on the Hub, a folder, a .jsonl or .parquet file, and {use.split_key} "
+            "to its split"
         ) from error
 
 

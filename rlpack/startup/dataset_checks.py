@@ -20,7 +20,7 @@ from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import role_batching, started_roles
 from rlpack.config.schema import Config, Data, builtin_roles
 from rlpack.data.arithmetic import ALPHABET, ArithmeticTask
-from rlpack.data.datasets import check_hub, load_prompts, local_path
+from rlpack.data.datasets import TRAINING, SplitUse, check_hub, load_prompts, local_path
 from rlpack.data.examples import (
     SPECIAL_TOKENS,
     PromptDataset,
@@ -201,15 +201,19 @@ def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, 
     A dataset on the Hub is not read, but it has to exist.
     """
     data = config.data
-    splits = {True: (data.source, data.split)} if both else {}
-    splits |= {False: (data.validation_source or data.source, data.validation_split)}
+    held_out = SplitUse(
+        "data.source" if data.validation_source is None else "data.validation_source",
+        "data.validation_split",
+        needs_demonstrations=recipe_of(config).needs_demonstrations,
+    )
+    splits = {TRAINING: (data.source, data.split)} if both else {}
+    splits |= {held_out: (data.validation_source or data.source, data.validation_split)}
     generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
-    for is_training, (source, split) in splits.items():
-        key = "data.source" if is_training or data.validation_source is None else "data.validation_source"
-        check_hub(source, key)
+    for use, (source, split) in splits.items():
+        check_hub(source, use.source_key)
         if _is_small(source):
             yield (
-                is_training,
+                use is TRAINING,
                 load_prompts(
                     source,
                     split=split,
@@ -218,7 +222,7 @@ def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, 
                     answer_column=data.answer_column,
                     completion_column=data.completion_column,
                     generator=generator,
-                    key=key,
+                    use=use,
                 ),
             )
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlpack.batch.errors import DataError
-from rlpack.data.datasets import Example, load_prompts
+from rlpack.data.datasets import Example, SplitUse, load_prompts
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 
@@ -151,6 +151,15 @@ def test_a_demonstration_must_be_text(tmp_path):
         load(jsonl(tmp_path, GOOD), completion_column="worked")
 
 
+def test_demonstrations_that_a_split_does_not_need_may_be_missing(tmp_path):
+    use = SplitUse("data.validation_source", "data.validation_split", needs_demonstrations=False)
+    source = jsonl(tmp_path, GOOD, {**GOOD, "worked": None}, {**GOOD, "worked": "1+1=2"})
+    loaded = load(source, completion_column="worked", use=use)
+    assert [(example.demonstration, example.columns) for example in loaded] == [(None, {}), (None, {}), ("1+1=2", {})]
+    with pytest.raises(DataError, match=r":1: worked is 7 \(int\); it must be text"):
+        load(jsonl(tmp_path, {**GOOD, "worked": 7}), completion_column="worked", use=use)
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(DataError, match=r"no file nothing.jsonl; set data.source"):
         load("nothing.jsonl")
@@ -218,8 +227,11 @@ def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
     (folder / "validation.jsonl").write_text(json.dumps({**GOOD, "prompt": "2+2="}))
     assert load(str(folder))[0].prompt == "1+1="
     assert load(str(folder), split="validation")[0].prompt == "2+2="
-    with pytest.raises(DataError, match="split 'test', can't be loaded"):
+    with pytest.raises(DataError, match=r"split 'test', can't be loaded: .*; set data.source .* and data.split to its"):
         load(str(folder), split="test")
+    use = SplitUse("data.validation_source", "data.validation_split")
+    with pytest.raises(DataError, match=r"; set data.validation_source to .* and data.validation_split to its split"):
+        load(str(folder), split="test", use=use)
 
 
 def test_shards_whose_columns_differ_are_a_data_error(tmp_path):

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.config.schema import Config, Data, Evaluation, EvaluationSet, SFTWarmup
+from rlpack.recipes.driver.splits import load_sets, load_splits
+from rlpack.startup.dataset_checks import check_datasets
+from tests.builders import tiny_config
+
+WORKED = [{"prompt": f"{n}+1=", "answer": str(n + 1), "worked": f"{n}+1={n + 1}"} for n in range(32)]
+BARE = [{"prompt": row["prompt"], "answer": row["answer"]} for row in WORKED[:4]]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path):
+    source, held_out = write(tmp_path / "train.jsonl", WORKED), write(tmp_path / "test.jsonl", BARE)
+    return Data(source=source, validation_source=held_out, completion_column="worked")
+
+
+def with_recipe(data: Data, **sections) -> Config:
+    return tiny_config(data=data, sft_warmup=SFTWarmup(steps=2), **sections)
+
+
+def test_a_warm_up_needs_demonstrations_only_to_train(data):
+    config = with_recipe(data, evaluation=Evaluation(sets={"bare": EvaluationSet(source=data.validation_source)}))
+    check_datasets(config)
+    tokenizer, train, held_out = load_splits(config)
+    assert [example.demonstration for example in train.examples] == [row["worked"] for row in WORKED]
+    assert [example.demonstration for example in held_out.examples] == [None] * 4
+    assert [example.answer for example in load_sets(config, tokenizer)["bare"].examples] == ["1", "2", "3", "4"]
+
+
+def test_demonstrations_of_held_out_prompts_are_read_if_there_are_any(data):
+    same = data.model_copy(update={"validation_source": data.source})
+    held_out = load_splits(with_recipe(same))[2]
+    assert [example.demonstration for example in held_out.examples] == [row["worked"] for row in WORKED]
+
+
+@pytest.mark.parametrize("load", [check_datasets, load_splits])
+def test_a_missing_column_of_demonstrations_is_named(data, load):
+    swapped = data.model_copy(update={"source": data.validation_source, "validation_source": data.source})
+    with pytest.raises(DataError, match=r"test.jsonl:1 has no column 'worked'; .* set data.completion_column"):
+        load(with_recipe(swapped))
+    with pytest.raises(DataError, match=r"test.jsonl:1 has no column 'worked'; .* set data.completion_column"):
+        load(tiny_config("sft", data=data))
