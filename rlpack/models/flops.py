@@ -12,8 +12,12 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlpack.models.packed import language_model
 from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.packing import Cost
+
+# Kinds of layers (`layer_types`) without products of pairs of tokens.
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "conv", "mlp", "moe"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class ModelFlops:
     Attributes:
         body: forward pass without the output layer.
         head: forward FLOPs of the output layer per scored token.
-        trained: share of the matrix weights that get a gradient.
+        trained: share of the matrix weights that a token uses that get a gradient.
     """
 
     body: Cost
@@ -59,7 +63,7 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     The model may be on the meta device.
 
     - Each matrix weight takes 2 FLOPs per token. In a mixture of experts, only the routed share of the experts counts;
-      an embedding is a lookup and free, unless it is also the output head.
+      an embedding is a lookup and free, unless it is also the output head. Encoders of images don't count.
     - Causal attention of H heads of size D takes 4·H·D FLOPs per pair of a token and an earlier key: 2·H·D·L² per
       layer (Kaplan et al., 2020, arXiv:2001.08361, appendix B, which ignores that the mask halves it). In latent
       attention, D is the mean of the sizes of keys and values.
@@ -79,11 +83,14 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     windows = list(_windows(shape)) if heads else []
     full = sum(window is None for window in windows)
     windowed = sum(window for window in windows if window is not None)
-    weights = 2.0 * sum(_used_weights(model, shape))
+    inner = list(_products(model, shape))
+    outer = [(head.weight, float(head.weight.numel()))] if isinstance(head, nn.Linear) else []
+    trained = sum(used for weight, used in inner + outer if weight.requires_grad)
+    used_inside, used_outside = (sum(used for _, used in products) for products in (inner, outer))
     return ModelFlops(
-        Cost(linear=weights + 2.0 * width * windowed, quadratic=2.0 * width * full),
-        head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
-        trained=_trained_share(model),
+        Cost(linear=2.0 * used_inside + 2.0 * width * windowed, quadratic=2.0 * width * full),
+        head=2.0 * used_outside,
+        trained=trained / max(1.0, used_inside + used_outside),
     )
 
 
@@ -94,24 +101,22 @@ def _head_size(shape: Mapping[str, Any], heads: int) -> float:
     return shape.get("head_dim") or shape["hidden_size"] // heads
 
 
-def _trained_share(model: PreTrainedModel) -> float:
-    """Return the trained share of the matrix weights that multiply tokens; lookups aren't products."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    lookups = set() if embedding is None else {id(weight) for weight in embedding.parameters()}
-    lookups -= set() if head is None else {id(weight) for weight in head.parameters()}
-    matrices = [weight for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in lookups]
-    trained = sum(weight.numel() for weight in matrices if weight.requires_grad)
-    return trained / max(1, sum(weight.numel() for weight in matrices))
+def _products(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, float]]:
+    """Yield the inner matrices that tokens are multiplied by, and how many weights of each a token uses.
 
-
-def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the weights that a token uses of each inner matrix."""
-    outer = {id(parameter) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
-             for parameter in end.parameters()}  # fmt: skip
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or id(parameter) in outer:
-            continue
-        yield parameter.numel() * (_routed_share(shape) if ".experts." in name else 1.0)
+    Lookups aren't products. Encoders of images and sounds, which are outside the decoder or models inside it, aren't
+    run.
+    """
+    decoder, head = language_model(model).get_decoder(), model.get_output_embeddings()
+    others = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
+    others += [
+        child for child in decoder.children() if any(isinstance(part, PreTrainedModel) for part in child.modules())
+    ]
+    others += [] if head is None else [head]
+    skipped = {id(weight) for module in others for weight in module.parameters()}
+    for name, weight in decoder.named_parameters():
+        if weight.ndim >= 2 and id(weight) not in skipped:
+            yield weight, weight.numel() * (_routed_share(shape) if ".experts." in name else 1.0)
 
 
 def _routed_share(shape: Mapping[str, Any]) -> float:
@@ -127,5 +132,5 @@ def _windows(shape: Mapping[str, Any]) -> Iterator[int | None]:
         kind = kinds[layer % len(kinds)]
         if kind == "sliding_attention" and window:
             yield window
-        elif "linear" not in kind:
+        elif kind not in _WITHOUT_ATTENTION:
             yield None

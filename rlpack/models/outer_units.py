@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from rlpack.models.packed import PackedModel
+from rlpack.models.vocabulary import find_embedding
 
 R = TypeVar("R")
 _METHOD = "_call_gathered"
@@ -28,7 +29,7 @@ def shard_outer_modules(policy: PackedModel, *, reshard_after_forward: bool, **o
         options: options of `fully_shard`.
     """
     owners = Counter(id(weight) for module in policy.modules() for weight in module._parameters.values())
-    embedding, head = policy.model.get_input_embeddings(), policy.model.get_output_embeddings()
+    embedding, head = find_embedding(policy.model), policy.model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding) and _is_only_owner(embedding, owners):
         unit = fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
         unit.set_unshard_in_backward(False)  # its gradient doesn't depend on its weight

@@ -7,9 +7,14 @@ from transformers import PreTrainedConfig
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a language model, under transformers' common names, too: GPT-2 calls its heads n_head."""
-    text = config.get_text_config()
+    """Return the settings of a language model, under transformers' common names, too: GPT-2 calls its heads n_head.
+
+    The number of layers is included where a config derives it from other settings, as Nemotron-H does.
+    """
+    text: Any = config.get_text_config()
     settings = text.to_dict()
+    if "num_hidden_layers" in dir(text):
+        settings["num_hidden_layers"] = text.num_hidden_layers
     return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
 
 

@@ -37,10 +37,7 @@ def input_embedding(model: PreTrainedModel) -> nn.Embedding:
     Raises:
         ModelError: the model has none that transformers can find.
     """
-    try:
-        embedding = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):  # transformers' default finds none
-        embedding = None
+    embedding = find_embedding(model)
     if not isinstance(embedding, nn.Embedding):
         given = "none" if embedding is None else f"a {type(embedding).__name__}"
         raise ModelError(
@@ -48,3 +45,11 @@ def input_embedding(model: PreTrainedModel) -> nn.Embedding:
             "can't be counted; have its class return an nn.Embedding there, or use another model"
         )
     return embedding
+
+
+def find_embedding(model: PreTrainedModel) -> nn.Module | None:
+    """Return what transformers takes for a model's input embedding; None if it finds none, as in BART's decoder."""
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):  # transformers' default finds none
+        return None

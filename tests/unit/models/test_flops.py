@@ -6,10 +6,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.family_configs import tiny_config
 from rlpack.models.flops import model_flops, sequence_cost
+from rlpack.models.packed import language_model
 from tests.distributed.layouts.cases import FAMILIES
 from tests.unit.models.tiny import tiny_model
-from tests.unit.models.torch_flops import flops_of_causal_model, total_flops
+from tests.unit.models.torch_flops import flops_by_operation, flops_of_causal_model, total_flops
 
 
 def counted(model: torch.nn.Module, tokens: int) -> int:
@@ -85,3 +87,37 @@ def test_a_config_with_aliases_is_understood() -> None:
     with torch.device("meta"):
         cost = sequence_cost(AutoModelForCausalLM.from_config(config))
     assert cost.quadratic == 2 * 2 * 32
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "got_ocr2", "fuyu", "phi4_multimodal", "gemma4_text"])
+def test_weights_that_multiply_no_token_cost_nothing(model_type: str) -> None:
+    """Encoders of images and sounds, and lookups of positions and of layers, next to torch's count of a text."""
+    tokens = 8
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager").eval()
+    ids = torch.arange(3, 3 + tokens)[None]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    counts = flops_by_operation(counter)
+    weights = sum(counts.values()) - counts[torch.ops.aten.bmm]
+    if model_type == "gemma4_text":
+        model.config.sliding_window = 0  # the products of windowed attention are linear, too
+    assert sequence_cost(model).linear * tokens == pytest.approx(weights, rel=1e-3)
+
+
+def test_layers_are_counted_where_a_config_derives_their_number() -> None:
+    """In Nemotron-H only layers of attention have a quadratic part; LongCat has two attentions in a layer."""
+    hybrid = tiny_config("nemotron_h")
+    hybrid.layers_block_type = ["linear_attention", "full_attention", "mlp", "full_attention", "linear_attention"]
+    double = tiny_config("longcat_flash")
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(config) for config in (hybrid, double)]
+    width = hybrid.num_attention_heads * hybrid.head_dim
+    assert sequence_cost(models[0]).quadratic == 2 * 2 * width
+    size = (double.qk_nope_head_dim + double.qk_rope_head_dim + double.v_head_dim) / 2
+    assert sequence_cost(models[1]).quadratic == 2 * double.num_layers * 2 * double.num_attention_heads * size
+
+
+def test_a_decoder_without_an_embedding_that_transformers_finds_has_the_flops_of_its_model() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("bart"))
+    assert model_flops(language_model(model)).body == model_flops(model).body
