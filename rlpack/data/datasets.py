@@ -79,7 +79,8 @@ def load_prompts(
     needed = {key: column for key, column in named.items() if column is not None}
     if not use.needs_demonstrations:
         needed.pop("data.completion_column", None)
-    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {}, use)):
+    rows = _rows(source, split, seed, generator or {}, use, prompt_column)
+    for number, (place, row) in enumerate(rows):
         for key, column in needed.items():
             if column not in row:
                 raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
@@ -123,21 +124,21 @@ def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
     return check_text(row["uid"], f"{place}: uid")
 
 
-def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any], use: SplitUse) -> Iterator[Row]:
+def _rows(
+    source: str, split: str, seed: int, generator: Mapping[str, Any], use: SplitUse, prompt_column: str
+) -> Iterator[Row]:
     """Yield the place and the columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
     path = local_path(source, use.source_key)
-    if path is None:
-        return _hub(source, split, use)
-    if path.is_dir():
-        return _hub(str(path), split, use)
+    if path is None or path.is_dir():
+        return _without_invented_keys(_hub(str(path or source), split, use), prompt_column)
     if path.suffix not in DATA_FILES:
         raise DataError(
             f"{source} has the unsupported suffix {path.suffix!r}; set {use.source_key} to a .jsonl or .parquet file, "
             "a folder, or the name of a dataset on the Hub"
         )
-    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    return _jsonl(path) if path.suffix == ".jsonl" else _without_invented_keys(_parquet(path), prompt_column)
 
 
 def local_path(source: str, key: str = "data.source") -> Path | None:
@@ -220,6 +221,21 @@ def _parquet(path: Path) -> Iterator[Row]:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} can't be read as Parquet: {str(error).rstrip('.')}; write the file again") from error
+
+
+def _without_invented_keys(rows: Iterator[Row], column: str) -> Iterator[Row]:
+    """Drop the keys with null from the objects in a column, such as chat messages.
+
+    Arrow gives every object in a column the keys of all, so each tool call would have the arguments of all tools.
+    """
+    for place, row in rows:
+        yield place, {name: _without_nulls(value) if name == column else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:

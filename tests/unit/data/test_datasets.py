@@ -49,6 +49,26 @@ def test_parquet_and_jsonl_give_the_same_examples(tmp_path):
     assert list(load(str(tmp_path / "rows.parquet"))) == list(load(jsonl(tmp_path, *rows)))
 
 
+def tool_call(name, **arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_every_tool_call_of_a_parquet_file_has_only_its_own_arguments(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    question, reply = {"role": "user", "content": "?"}, {"role": "tool", "content": "!", "name": "adder"}
+    prompts = [[question, tool_call("add", a=2, b=[1]), reply], [question, tool_call("find", where={"city": "Rome"})]]
+    rows = [
+        {"prompt": [*prompt, question], "answer": {"x": 1} if row else {"y": 2}} for row, prompt in enumerate(prompts)
+    ]
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    loaded = load(str(file if form == "file" else file.parent))
+    assert [example.prompt for example in loaded] == [row["prompt"] for row in rows]
+    assert [example.answer for example in loaded] == [{"x": None, "y": 2}, {"x": 1, "y": None}]
+
+
 def test_the_byte_order_mark_carriage_returns_and_blank_lines_are_fine(tmp_path):
     line = json.dumps(GOOD)
     plain, odd = jsonl(tmp_path, GOOD, GOOD), tmp_path / "odd.jsonl"
