@@ -15,7 +15,7 @@ from rlpack.batch.fields import FIELDS
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.results import check_scores, placeholder_rows
+from rlpack.distributed.results import COUNTERS, check_scores, placeholder_rows
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.session import Session
@@ -23,8 +23,6 @@ from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rewards.reward_result import FAILURES
 from rlpack.workers.reward import RewardWorker
 
-# Columns in which a scoring role counts failures, output and retries.
-_COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
 # Prefixes of the reward columns of single functions, and of single roles where several score.
 _OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
@@ -212,7 +210,7 @@ def _rewards_of_role(
         text = f"its results for two parts of the batch can't be concatenated: {error}"
         raise RoleError(group.role, None, method, text) from error
     valid = ~columns["quarantined"] & torch.from_numpy(np.concatenate(planned))
-    counted = [name for name in _COUNTED if name in columns]
+    counted = [name for name in COUNTERS if name in columns]
     extras = columns.drop(["rewards", "quarantined", *counted])
     order = torch.from_numpy(np.argsort(numbers, kind="stable"))
     return RowRewards(columns["rewards"][order], valid[order], extras.select(order), _count_metrics(columns))

@@ -3,10 +3,12 @@
 `restored` checks the rows of any sharded call, rank by rank; `check_scores` the columns of a scoring role.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rlpack.batch import columns as column_ops
 from rlpack.batch.batch import BatchedDataDict
@@ -24,6 +26,10 @@ _SCORES = (
     "a role that scores returns rewards, float32 [B], and quarantined, bool [B], which is true where a row has no "
     "finite reward"
 )
+
+# Columns in which a scoring role counts failures, output and retries, and their largest values: the kind of a failure
+# is an index of `rlpack.rewards.reward_result.FAILURES` plus 1.
+COUNTERS: Mapping[str, int | None] = {"reward_failure": 4, "reward_output_bytes": None, "reward_retries": None}
 
 
 def check_is_rows(result: Any, where: str) -> BatchedDataDict:
@@ -177,8 +183,8 @@ def check_scores(
         row_numbers: number of each row, for messages, where these rows are a part of a batch; None for 0, 1, …
 
     Raises:
-        RoleError: a column is missing, an added one has a reserved name, or a reward is not a finite number and its row
-            is not quarantined.
+        RoleError: a column is missing, an added one has a reserved name, one of `COUNTERS` has other values, or a reward
+            is not a finite number and its row is not quarantined.
     """
     missing = [name for name in ("rewards", "quarantined") if name not in scores]
     if missing:
@@ -191,6 +197,9 @@ def check_scores(
             "`algorithm` already has that name; rename the column"
         )
         raise RoleError(role, None, method, problem)
+    for name in COUNTERS:
+        if name in scores and (problem := _wrong_counter(name, scores[name])):
+            raise RoleError(role, None, method, problem)
     broken = (~scores["rewards"].isfinite() & ~scores["quarantined"]).nonzero().flatten().tolist()
     if broken:
         row = broken[0]
@@ -198,6 +207,22 @@ def check_scores(
         number = row if row_numbers is None else row_numbers[row]
         problem = f"row {number} has the reward {value} and is not quarantined; {_SCORES}"
         raise RoleError(role, _rank_of(plan, layout, row), method, problem)
+
+
+def _wrong_counter(name: str, column: Column) -> str | None:
+    """Describe why a column is not the counter for which its name is reserved."""
+    largest = COUNTERS[name]
+    allowed = "0 or more" if largest is None else f"0 to {largest}"
+    if not isinstance(column, Tensor) or column.ndim != 1 or column.dtype != torch.int64:
+        what = f"is {_kind(column)}"
+    elif wrong := column[(column < 0) | (column > (column if largest is None else largest))].tolist():
+        what = f"contains {wrong[0]}"
+    else:
+        return None
+    return (
+        f"its column {name!r} {what}, but the name is reserved for a counter, per-row torch.int64 [B] of {allowed}; "
+        "rename the column"
+    )
 
 
 def _rank_of(plan: MicrobatchPlan, layout: ParallelLayout, row: int) -> int | None:

@@ -10,9 +10,10 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.results import check_scores, restored
+from rlpack.distributed.results import COUNTERS, check_scores, restored
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
+from rlpack.rewards.reward_result import FAILURES
 from rlpack.testing.local_ranks import LocalRanks
 from rlpack.worker import Worker, sharded
 from tests.builders import tiny_rollouts
@@ -173,6 +174,40 @@ def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], m
         columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
     with pytest.raises(RoleError, match=message):
         check_scores("judge", "score", batch.keep([]).union(columns), plan, {"uid"}, layout=TWO_DATA_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("counter", "message"),
+    [
+        (
+            {"reward_failure": torch.zeros(5, dtype=torch.bool)},
+            r"its column 'reward_failure' is per-row torch.bool \[B\], but the name is reserved for a counter, per-row "
+            r"torch.int64 \[B\] of 0 to 4; rename the column",
+        ),
+        ({"reward_failure": torch.full((5,), 9)}, r"'reward_failure' contains 9, but .* of 0 to 4; rename"),
+        ({"reward_failure": torch.full((5,), -1)}, "'reward_failure' contains -1"),
+        ({"reward_retries": [0] * 5}, "'reward_retries' is list, but"),
+        ({"reward_retries": torch.zeros(5, 2, dtype=torch.int64)}, r"'reward_retries' is .*int64 \[B, 2\]"),
+        ({"reward_output_bytes": torch.full((5,), -7)}, "'reward_output_bytes' contains -7, but .* of 0 or more"),
+        ({"reward_output_bytes": torch.ones(5)}, r"'reward_output_bytes' is per-row torch.float32 \[B\]"),
+    ],
+)
+def test_a_column_that_counts_nothing_cannot_have_the_name_of_a_counter(counter: dict[str, Any], message: str):
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    scores = batch.keep([]).union({"rewards": torch.ones(5), "quarantined": torch.zeros(5, dtype=torch.bool)})
+    with pytest.raises(RoleError, match=message):
+        check_scores("judge", "score", scores.union(counter), plan, layout=TWO_DATA_RANKS)
+
+
+def test_every_kind_of_failure_is_counted():
+    assert COUNTERS["reward_failure"] == len(FAILURES)
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    failures = torch.arange(len(FAILURES) + 1)
+    counters = {"reward_failure": failures, "reward_output_bytes": 1 << failures, "reward_retries": failures}
+    scores = batch.keep([]).union({"rewards": torch.ones(5), "quarantined": failures > 0, **counters})
+    check_scores("judge", "score", scores, plan, layout=TWO_DATA_RANKS)
 
 
 def test_a_row_that_is_quarantined_may_hold_anything():
