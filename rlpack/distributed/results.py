@@ -183,8 +183,8 @@ def check_scores(
         row_numbers: number of each row, for messages, where these rows are a part of a batch; None for 0, 1, …
 
     Raises:
-        RoleError: a column is missing, an added one has a reserved name, one of `COUNTERS` has other values, or a reward
-            is not a finite number and its row is not quarantined.
+        RoleError: a column is missing, an added one has a reserved name, a counter (`COUNTERS`) has other values, or a
+            reward is not a finite number and its row is not quarantined.
     """
     missing = [name for name in ("rewards", "quarantined") if name not in scores]
     if missing:
