@@ -216,11 +216,25 @@ def _parquet(path: Path) -> Iterator[Row]:
             number = 0
             for batch in file.iter_batches():
                 batch.validate(full=True)  # text that is not UTF-8
-                for row in batch.to_pylist():
-                    yield f"{path}, row {number}", row
+                columns = {
+                    name: _values(column, f"{path}: column {name!r}")
+                    for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                }
+                for row in range(batch.num_rows):
+                    yield f"{path}, row {number}", {name: values[row] for name, values in columns.items()}
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} can't be read as Parquet: {str(error).rstrip('.')}; write the file again") from error
+
+
+def _values(column: Any, what: str) -> list[Any]:
+    """Return the values of an Arrow column as Python objects."""
+    try:
+        return column.to_pylist()
+    except (OverflowError, ValueError) as error:  # Python's dates end in the year 9999
+        raise DataError(
+            f"{what} has a value that Python can't hold ({column.type}): {error}; correct it or make it text"
+        ) from error
 
 
 def _without_invented_keys(rows: Iterator[Row], column: str) -> Iterator[Row]:

@@ -230,6 +230,16 @@ def test_text_of_a_parquet_file_must_be_utf_8(tmp_path, nested):
         load(str(tmp_path / "rows.parquet"))
 
 
+@pytest.mark.parametrize(
+    ("value", "kind"), [(2**60, pa.timestamp("us")), (2**30, pa.date32()), (2**62, pa.duration("s"))]
+)
+def test_a_date_of_a_parquet_file_that_python_does_not_have_is_named(tmp_path, value, kind):
+    table = pa.table({**{name: [text] for name, text in GOOD.items()}, "made": pa.array([value], kind)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet: column 'made' has a value that Python can't hold"):
+        load(str(tmp_path / "rows.parquet"))
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None])
 def test_a_broken_parquet_file_is_named(tmp_path, content):
     path = tmp_path / "rows.parquet"
