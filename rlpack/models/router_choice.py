@@ -150,6 +150,9 @@ class RouterChoice(TorchFunctionMode):
         own = free[fixed.places].sort(1).values
         self.num_changed = (own != fixed.experts.sort(1).values).any(1).sum()
         experts = free.index_copy(0, fixed.places, fixed.experts)
+        # DeepSeek-V2 sets the scores of groups that it doesn't choose to 0; a fixed expert of theirs needs its own.
+        if self.scores is not None:
+            scores = torch.where(scores == 0, self.scores.to(scores.dtype), scores)
         return torch.return_types.topk((scores.gather(1, experts), experts))  # pyright: ignore[reportAttributeAccessIssue]
 
     def is_known(self, outputs: Any) -> bool:
