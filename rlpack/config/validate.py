@@ -5,10 +5,11 @@ problems of that stage, each with the given value, what is allowed and the key t
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -60,9 +61,8 @@ def validate(composed: Mapping[str, Any]) -> Config:
         with UserCode(f"recipe.target is {target!r}, and its config section", to_config_error):
             config = kind.model_validate(dict(composed))
     except ValidationError as error:
-        raise ConfigError(
-            [problem for details in error.errors(include_url=False) for problem in _problems(details, root)]
-        ) from None
+        errors = _without_members(error.errors(include_url=False), root)
+        raise ConfigError([problem for details in errors for problem in _problems(details, root)]) from None
     if problems := broken_rules(config):
         raise ConfigError(problems)
     return config
@@ -82,11 +82,45 @@ def target_of(composed: Mapping[str, Any]) -> str:
     return target if isinstance(target, str) else Recipe().target
 
 
+def _without_members(errors: Iterable[ErrorDetails], root: Key) -> Iterator[ErrorDetails]:
+    """Yield errors with the locations of keys, those of a value that fits no member of a union only once.
+
+    Pydantic has an error for each member, whose name it adds to the location. An error within a value, such as that of
+    an item of a list, comes from the member that is meant.
+    """
+    by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for details in errors:
+        place, within = _split_at_union(details["loc"], root)
+        by_place.setdefault(place, []).append({**details, "loc": (*place, *within)})
+    for place, found in by_place.items():
+        yield from [details for details in found if details["loc"] != place] or found[:1]
+
+
+def _split_at_union(location: tuple[int | str, ...], root: Key) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
+    """Return the location of a union, and the rest without the name of its member; without a union, all and none."""
+    key = root
+    for depth, part in enumerate(location, 1):
+        any_name = Key(key.path, get_args(key.annotation)[1]) if key.is_open else None
+        below = children(key).get(str(part), any_name)
+        if below is None:
+            break
+        key = below
+        if len(set(options(key.annotation)) - {NoneType}) > 1:
+            return location[:depth], location[depth + 1 :]
+    return location, ()
+
+
 def _problems(details: ErrorDetails, root: Key) -> Iterator[str]:
     """Yield messages for an error of pydantic."""
     path = ".".join(str(part) for part in details["loc"])
-    if details["type"] in _UNKNOWN:
+    if details["type"] in _UNKNOWN and find(path, root) is not None:
+        section, _, name = path.rpartition(".")
+        yield f"{path} is one name with dots; in a YAML file, write {name} on a line below {section}, without dots"
+    elif details["type"] in _UNKNOWN:
         yield from unknown_key_problems(path, details["input"], root)
+    elif details["loc"][-1:] == ("[key]",):  # a name below a mapping
+        path, name = ".".join(str(part) for part in details["loc"][:-2]), details["input"]
+        yield f"{path} has the name {_show(name)}, which isn't text; write it in quotes, as '{name}'"
     else:
         yield _problem(details, root)
 
@@ -113,7 +147,9 @@ def _problem(details: ErrorDetails, root: Key) -> str:
     if kind == "value_error":  # raised by a section's own checks, with our text
         return str(details.get("ctx", {})["error"])
     if details["input"] is None:
-        return f"{path} can't be null; {how_to_set(path, root)}"
+        mapping = find(path.rpartition(".")[0], root) if isinstance(details["loc"][-1], str) else None
+        without = f", or leave it out with ~{path}" if mapping is not None and mapping.is_open else ""
+        return f"{path} can't be null; {how_to_set(path, root)}{without}"
     return f"{path} is {_show(details['input'])}; {_allowed(details, path, root)}"
 
 

@@ -1,10 +1,14 @@
 import pickle
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.keys import root_key
 from rlpack.config.schema import Config
-from rlpack.config.validate import validate
+from rlpack.config.sections.section import Section
+from rlpack.config.validate import _without_members, validate
 
 VALID = {"model": {"config": {"model_type": "qwen2"}}}
 
@@ -73,6 +77,70 @@ def test_a_valid_mapping_becomes_the_config_that_it_describes():
 )
 def test_a_wrong_value_is_one_message_with_the_key_the_value_and_what_is_allowed(changes, message):
     assert any(message in problem for problem in problems_of(changes))
+
+
+REJECT = "algorithm.correction.reject.token_k1"
+
+
+@pytest.mark.parametrize(
+    ("value", "start", "end"),
+    [
+        ("a", f"{REJECT} is 'a'; it has to be a number", ""),
+        (True, f"{REJECT} is True; it has to be a number", ""),
+        ([1.0, "a"], f"{REJECT}.1 is 'a'; it has to be a number", ""),
+        ([1.0, None], f"{REJECT}.1 can't be null; set {REJECT}.1=…", "[1/u, u])"),
+        (None, f"{REJECT} can't be null; set {REJECT}=… (exclude tokens", f"), or leave it out with ~{REJECT}"),
+    ],
+)
+def test_a_value_of_several_types_is_one_problem_of_its_key(value: Any, start: str, end: str):
+    (problem,) = problems_of({"algorithm": {"correction": {"reject": {"token_k1": value}}}})
+    assert problem.startswith(start)
+    assert problem.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"trainer.steps": 3},
+            "trainer.steps is one name with dots; in a YAML file, write steps on a line below trainer, without dots",
+        ),
+        (
+            {"actor": {"optimizer.learning_rate": 1.0}},
+            "actor.optimizer.learning_rate is one name with dots; in a YAML file, write learning_rate on a line below "
+            "actor.optimizer, without dots",
+        ),
+        (
+            {"reward": {"arguments": {1: "a"}}},
+            "reward.arguments has the name 1, which isn't text; write it in quotes, as '1'",
+        ),
+        ({"reward": {"functions": {"a": None}}}, "leave it out with ~reward.functions.a"),
+        ({"trainer.stepz": 3}, "did you mean trainer.steps?"),
+    ],
+)
+def test_names_that_only_a_file_can_hold_are_explained(changes: dict[str, Any], message: str):
+    (problem,) = problems_of(changes)
+    assert message in problem
+
+
+class Ranged(Section):
+    bound: int = 1
+
+
+class Named(Section):
+    name: str = ""
+
+
+class WithUnions(Section):
+    rate: Ranged | Named = Ranged()
+    note: str = "a"
+
+
+def test_errors_within_a_union_of_sections_keep_their_keys():
+    with pytest.raises(ValidationError) as caught:
+        WithUnions.model_validate({"rate": {"bound": "x"}, "note": 3})
+    found = {details["loc"] for details in _without_members(caught.value.errors(), root_key(WithUnions))}
+    assert found == {("rate", "bound"), ("note",)}
 
 
 def test_every_problem_of_a_config_is_said_at_once():
