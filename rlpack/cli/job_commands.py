@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rlpack import __version__
+from rlpack.algorithms.errors import AlgorithmError
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.submit_checks import JOINS, checked_config, checked_upload
@@ -16,11 +17,15 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.roles import pools_in_use
 from rlpack.distributed.errors import JobRequestError, JobServerError, PlacementError
 from rlpack.distributed.jobs.client import DEFAULT_ADDRESS, JobRecord, JobServer
+from rlpack.models.errors import ModelError
 from rlpack.observe.text import visible
+from rlpack.rewards.errors import RewardError
+from rlpack.user_code import UserCodeError
 
 FAILED, WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 # With -P, Python does not put the working directory first on the import path.
 _ENTRYPOINT = ("exec", "python", "-P", "-m", "rlpack", "train")
+_WRONG_CONFIG = (AlgorithmError, ConfigError, DataError, ModelError, PlacementError, RewardError, UserCodeError)
 _EPILOG = (
     "Arguments after -- are passed to `rlpack train` on the cluster. Ray's own settings (RAY_AUTH_MODE) give the token."
 )
@@ -43,7 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
         hint = f"; job {job} may still be running; check with rlpack logs {job} --follow" if job else ""
         print_error(parsed.command, f"{error}{hint}")
         return FAILED
-    except (ConfigError, DataError, JobRequestError, PlacementError) as error:
+    except (JobRequestError, *_WRONG_CONFIG) as error:
         print_error(parsed.command, str(error))
         return DATA_WRONG if isinstance(error, DataError) else WRONG
 

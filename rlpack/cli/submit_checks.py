@@ -1,9 +1,12 @@
-"""Checks of a job where it is submitted: its config, and the files that its upload must contain."""
+"""Checks of a job where it is submitted: its config, and the files that its upload must contain.
+
+Models, absolute paths and datasets of the Hub are left to the job, and no reward function is imported.
+"""
 
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 from rlpack.batch.errors import DataError
@@ -13,7 +16,8 @@ from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.upload import Upload, list_upload
-from rlpack.user_code import find_module_file
+from rlpack.startup.first_checks import check_new_model, check_uploaded
+from rlpack.user_code import UserCode, find_module_file
 
 JOINS = "placement.address=auto"
 
@@ -23,8 +27,10 @@ def checked_config(arguments: Sequence[str]) -> Config:
 
     Raises:
         ConfigError: an error of `rlpack train`, a sweep, or a relative or missing run_dir.
+        ModelError: transformers can't build a new model, or a pattern matches none of its weights.
     """
-    jobs = compose_jobs([*arguments, JOINS])
+    with _inside(Path()):  # for the module of a recipe
+        jobs = compose_jobs([*arguments, JOINS])
     if len(jobs) != 1 or jobs[0].number is not None:
         raise ConfigError(["a job is one run: remove Hydra's --multirun, --cfg and --help; submit each run separately"])
     config = jobs[0].config
@@ -36,6 +42,7 @@ def checked_config(arguments: Sequence[str]) -> Config:
         raise ConfigError(problems)
     with chdir(_folder(config)):
         check_code(config, os.environ)
+        check_new_model(config)
     return config
 
 
@@ -45,6 +52,7 @@ def checked_upload(config: Config) -> Upload | None:
     Raises:
         ConfigError: the folder exceeds Ray's limit, or a module in it would not be uploaded.
         DataError: a data file with a relative path would not be uploaded.
+        ValueError: another error that `rlpack train` would find in the uploaded files.
     """
     if config.job.working_dir is None:
         return None
@@ -53,6 +61,8 @@ def checked_upload(config: Config) -> Upload | None:
         raise ConfigError(problems)
     if missing := list(_missing_files(config, upload)):
         raise DataError("\n".join(missing))
+    with _inside(upload.folder), UserCode("code that the configuration names"):
+        check_uploaded(config)
     return upload
 
 
@@ -65,6 +75,18 @@ def _folder(config: Config) -> Path:
     return folder
 
 
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Make a folder the working directory, whose modules can be found, as the job does."""
+    path = list(sys.path)
+    sys.path.append(str(folder.absolute()))
+    try:
+        with chdir(folder):
+            yield
+    finally:
+        sys.path[:] = path
+
+
 def _run_dir(config: Config) -> Iterator[str]:
     if config.run_dir is None or not Path(config.run_dir).is_absolute():
         yield (
@@ -75,15 +97,11 @@ def _run_dir(config: Config) -> Iterator[str]:
 
 def _missing_modules(config: Config, upload: Upload) -> Iterator[str]:
     """Yield a problem for each target whose module is in the folder but isn't uploaded."""
-    path = list(sys.path)
-    sys.path.append(str(upload.folder))  # where the job has it, too
-    try:
-        for key, target in targets_of(config).items():
+    with _inside(upload.folder):
+        for key, target in {"recipe.target": config.recipe.target, **targets_of(config)}.items():
             file = find_module_file(target.partition(":")[0])
             if file is not None and _is_left_out(file, upload):
                 yield f"{key} is {target!r}, but {file} isn't uploaded: an ignore file or job.excludes matches it"
-    finally:
-        sys.path[:] = path
 
 
 def _is_left_out(file: Path, upload: Upload) -> bool:

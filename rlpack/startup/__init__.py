@@ -8,6 +8,7 @@ they can't decide is left to `rlpack.recipes.preflight`, which builds the model 
 - `same_run`: a resumed run against the configuration that its checkpoint was written with.
 - `pool_checks`: the pools against this machine.
 - `function_sources`: the loss and the advantage function, and their arguments.
+- `reward_function_sources`: reward functions, where a job that will import them is submitted.
 - `role_sources`: the methods of users' roles; `user_sources` parses modules.
 - `model_files`: the folders of models and tokenizers.
 - `served_model`: the model of `rlpack serve`.

@@ -5,6 +5,7 @@ source once more.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -36,8 +37,9 @@ from rlpack.data.hub import Repository
 from rlpack.rewards.pool.call_queue import PoolSettings
 from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.pool.trial_import import import_functions
-from rlpack.rewards.signatures import check_signature
+from rlpack.rewards.signatures import Signature, check_signature
 from rlpack.startup.data_epochs import with_steps
+from rlpack.startup.reward_function_sources import signature_in_source
 
 # The largest source that counts as small; reading it takes a fraction of a second.
 _MOST_BYTES, _MOST_FILES = 16 << 20, 100
@@ -47,8 +49,13 @@ _LONGEST_TOKEN = 1024
 _FEW_ROWS = 8
 
 
-def check_datasets(config: Config) -> None:
+def check_datasets(config: Config, *, is_job: bool = False) -> None:
     """Read both splits if that is quick, and check their rows and columns.
+
+    Args:
+        config: the configuration.
+        is_job: whether the run starts on a cluster, which gets the files with relative paths: other sources are not
+            read, and users' reward functions are not imported.
 
     Raises:
         DataError: a source can't be read, or a row is invalid; the message names it.
@@ -58,8 +65,8 @@ def check_datasets(config: Config) -> None:
     """
     num_rows = num_used = math.inf
     texts = []
-    for is_training, dataset in _small_splits(config):
-        _check_split(config, dataset)
+    for is_training, dataset in _small_splits(config, is_job=is_job):
+        _check_split(config, dataset, is_job=is_job)
         if recipe_of(config).needs_demonstrations or (is_training and config.sft_warmup.steps > 0):
             _check_demonstrations(config, dataset)
         texts.append(characters(dataset))
@@ -68,7 +75,7 @@ def check_datasets(config: Config) -> None:
             num_used = max(1, round(num_rows * config.data.fraction))
     for name, of_set in evaluation_sets.set_configs(config).items():
         with evaluation_sets.naming(config, name):
-            check_held_out(of_set)
+            check_held_out(of_set, is_job=is_job)
     if not _has_tokenizer(config):  # otherwise, report prompts that it can't encode first
         check_enough_rows(config, num_used, num_rows)
         if math.isfinite(num_used):
@@ -78,24 +85,28 @@ def check_datasets(config: Config) -> None:
             check_stop_ids(config, len({*SPECIAL_TOKENS, *alphabet, *texts[0], *texts[1]}))
 
 
-def check_held_out(config: Config) -> None:
+def check_held_out(config: Config, *, is_job: bool = False) -> None:
     """Read the held-out split if that is quick, and check it for an evaluation.
+
+    Args:
+        config: the configuration.
+        is_job: see `check_datasets`.
 
     Raises:
         DataError: see `check_datasets`.
         RewardError: see `check_datasets`.
     """
-    for _, dataset in _small_splits(config, both=False):
-        _check_split(config, dataset)
+    for _, dataset in _small_splits(config, both=False, is_job=is_job):
+        _check_split(config, dataset, is_job=is_job)
         if recipe_of(config).needs_demonstrations:
             _check_demonstrations(config, dataset)
 
 
-def _check_split(config: Config, dataset: PromptDataset) -> None:
+def _check_split(config: Config, dataset: PromptDataset, *, is_job: bool) -> None:
     """Check the columns and the prompts of a split."""
     names = dict.fromkeys(name for example in dataset for name in example.columns)
     if "reward" in started_roles(config):
-        check_reward_columns(config, names)
+        check_reward_columns(config, names, is_job=is_job)
     if any(config.roles[name].target == JUDGE for name in started_roles(config)):
         from rlpack.rewards.judge_client import check_prompt_template
 
@@ -151,7 +162,7 @@ def check_stop_ids(config: Config, num_tokens: int) -> None:
         )
 
 
-def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
+def check_reward_columns(config: Config, columns: Iterable[str], *, is_job: bool = False) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes.
 
     Modules of users are imported in a process with the run's sandbox, never in this one.
@@ -159,6 +170,7 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
     Args:
         config: the configuration.
         columns: the dataset's, except prompt, demonstration and the column `data.answer_column`.
+        is_job: whether the functions are read from their sources instead, as far as these tell.
 
     Raises:
         RewardError: a function can't be found, or can't be called with the columns and its arguments.
@@ -177,11 +189,16 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
         limits=Limits(memory_gb=reward.memory_gb, processes=reward.subprocesses),
     )
     targets = {f"{key}.function": target for key, (target, _) in functions.items()}
-    signatures = import_functions(targets, settings, reward.timeout_s, are_called=not is_custom)
+    signatures: Mapping[str, Signature | None] = (
+        {key: signature_in_source(key, target, are_called=not is_custom) for key, target in targets.items()}
+        if is_job
+        else import_functions(targets, settings, reward.timeout_s, are_called=not is_custom)
+    )
     for key, (_, arguments) in functions.items():
-        if not is_custom:
+        signature = signatures[f"{key}.function"]
+        if not is_custom and signature is not None:
             check_signature(
-                signatures[f"{key}.function"],
+                signature,
                 ("uid", *answer_columns(config), "finish_reason", *columns),
                 arguments,
                 f"{key}.arguments",
@@ -193,12 +210,12 @@ def answer_columns(config: Config) -> tuple[str, ...]:
     return () if config.data.answer_column is None else ("answer",)
 
 
-def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, PromptDataset]]:
+def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) -> Iterator[tuple[bool, PromptDataset]]:
     """Yield (whether it is the training split, its rows) for each split that is quick to read.
 
     With `both` false, the training split is left out.
 
-    A dataset on the Hub is not read, but it has to exist.
+    A dataset on the Hub is not read, but it has to exist, unless a job reads it.
     """
     data = config.data
     held_out = SplitUse(
@@ -210,7 +227,10 @@ def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, 
     splits |= {held_out: (data.validation_source or data.source, data.validation_split)}
     generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
     for use, (source, split) in splits.items():
-        check_hub(source, use.source_key)
+        if is_job and os.path.isabs(os.path.expanduser(source)):
+            continue
+        if not is_job or local_path(source, use.source_key) is not None:
+            check_hub(source, use.source_key)
         if _is_small(source):
             yield (
                 use is TRAINING,

@@ -1,5 +1,7 @@
 """All checks that need neither PyTorch nor a cluster."""
 
+import os
+
 from rlpack.config.schema import Config
 from rlpack.data.hub import ask_hub
 from rlpack.startup.dataset_checks import check_datasets, hub_datasets
@@ -7,6 +9,7 @@ from rlpack.startup.function_sources import check_function_sources
 from rlpack.startup.model_files import check_model_files, hub_models
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.startup.pool_checks import check_cluster, check_machine, most_gpus
+from rlpack.startup.reward_function_sources import check_reward_sources
 from rlpack.startup.role_sources import check_role_sources
 from rlpack.startup.same_run import check_resumed
 from rlpack.startup.weight_patterns import check_weight_patterns
@@ -39,3 +42,36 @@ def check_first(config: Config, *, starts: bool = True) -> None:
     check_model_settings(config)
     check_weight_patterns(config)
     check_datasets(config)
+
+
+def check_new_model(config: Config) -> None:
+    """Raise on settings of a new model, or patterns of its weights, that are certainly wrong.
+
+    Nothing is checked if a model has an absolute path: a job finds another folder there.
+
+    Raises:
+        ModelError: transformers can't build the model, or a pattern matches none of its weights.
+    """
+    paths = (config.model.path, config.critic.path, config.reward_model.path)
+    if not any(path is not None and os.path.isabs(os.path.expanduser(path)) for path in paths):
+        check_model_settings(config)
+        check_weight_patterns(config)
+
+
+def check_uploaded(config: Config) -> None:
+    """Raise on a mistake in the files that are uploaded with a job; users' modules are not imported.
+
+    Args:
+        config: the configuration; relative paths are those in the working directory.
+
+    Raises:
+        AlgorithmError: see `check_first`.
+        ConfigError: see `check_first`.
+        DataError: see `check_first`.
+        PlacementError: a role's class lacks a method.
+        RewardError: see `check_first`.
+    """
+    check_role_sources(config)
+    check_function_sources(config)
+    check_reward_sources(config)
+    check_datasets(config, is_job=True)

@@ -66,7 +66,7 @@ def _check(key: str, target: str, offered: set[str], arguments: Mapping[str, Any
         definition = _users(key, target) if ":" in target else _built_in(target)
     except Uncertain:
         return
-    check_parameters(_parameters(definition.args), key, offered, arguments, positional=positional)
+    check_parameters(parameters_of(definition.args), key, offered, arguments, positional=positional)
     if ":" in target:
         return
     check_limits(key, arguments)
@@ -108,7 +108,7 @@ def _users(key: str, target: str) -> ast.FunctionDef:
     raise Uncertain
 
 
-def _parameters(arguments: ast.arguments) -> list[Parameter]:
+def parameters_of(arguments: ast.arguments) -> list[Parameter]:
     """Return the parameters of a function statement, in their order; defaults are not read."""
     by_position = [(argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
     by_position += [(argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args]

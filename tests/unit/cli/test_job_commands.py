@@ -21,6 +21,7 @@ from rlpack.distributed.jobs import client as jobs
 
 ROW = {"prompt": "a1b2=", "answer": "3"}
 JSONL = ("data=jsonl", "data.source=rows.jsonl", "data.validation_source=rows.jsonl")
+PRETRAINED = "model=pretrained"
 RUN_DIR = "run_dir=/shared/run"
 
 
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (tmp_path / "rows.jsonl").write_text(32 * (json.dumps(ROW) + "\n"))
     return tmp_path
 
 
@@ -107,6 +108,81 @@ def test_a_job_is_checked_before_a_server_is_asked(folder, capsys, words, code, 
     assert message in heard
     assert heard.count("rlpack submit: ") == 1
     assert time.monotonic() - began < 60
+
+
+MODULE = """
+import torch_of_the_nodes
+
+def needs_more(prompts, completions, difficulty): ...
+def odd(text): ...
+
+class Judge:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("reward.function=uploaded:missing",), 2, "uploaded has no missing; its functions are: needs_more, odd"),
+        (("reward.function=uploaded:odd",), 2, "reward.function=uploaded:odd doesn't name the texts that it takes"),
+        (
+            (*JSONL, "reward.function=uploaded:needs_more"),
+            2,
+            "reward.function=uploaded:needs_more needs 'difficulty'; the dataset has the columns ['answer'",
+        ),
+        (("roles.judge.target=uploaded:Other",), 2, "uploaded has no class Other"),
+        (("roles.judge.target=uploaded:Judge",), 2, "'uploaded:Judge', which has no method from_settings"),
+        (("algorithm.loss=uploaded:missing",), 2, "algorithm.loss is 'uploaded:missing', but uploaded has no function"),
+        ((*JSONL, "data.prompt_column=question"), 3, "rows.jsonl:1 has no column 'question'; it has prompt, answer"),
+        ((*JSONL, "trainer.prompts_per_step=33"), 2, "trainer.prompts_per_step is 33, but rows.jsonl has 32 rows"),
+        (("model.config.num_attention_heads=3",), 2, "num_attention_heads (3) is not divisible by"),
+        (("actor.optimizer.freeze=[nothing*]",), 2, "actor.optimizer.freeze contains 'nothing*', which matches no"),
+        # What only the cluster has is left to the job.
+        (
+            (
+                *JSONL,
+                "data.source=/shared/a.jsonl",
+                "data.validation_source=/shared/a.jsonl",
+                PRETRAINED,
+                "model.path=/m",
+            ),
+            2,
+            "no Ray job server answers at",
+        ),
+        (
+            (*JSONL, "data.source=owner/a", "data.validation_source=owner/a", PRETRAINED, "model.path=owner/model"),
+            2,
+            "no Ray job server answers at",
+        ),
+        (("reward.function=uploaded:missing", "job.working_dir=null"), 2, "no Ray job server answers at"),
+    ],
+)
+def test_uploaded_files_are_checked_without_importing_them(folder, capsys, words, code, message):
+    (folder / "uploaded.py").write_text(MODULE)
+    assert message in said(capsys, code, "submit", "--", RUN_DIR, *words)
+    assert "uploaded" not in sys.modules
+
+
+def test_the_files_that_are_checked_are_those_of_the_uploaded_folder(folder, capsys):
+    (folder / "rows.jsonl").unlink()
+    inner = folder / "inner"
+    inner.mkdir()
+    (inner / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (inner / "inner_rewards.py").write_text("def score(text): ...\n")
+    words = ("submit", "--", RUN_DIR, *JSONL, "job.working_dir=inner", "trainer.prompts_per_step=1")
+    assert "rows.jsonl:1 has no column 'prompt'; it has question" in said(capsys, 3, *words)
+    words = (*words, "data.prompt_column=question")
+    assert "no Ray job server answers" in said(capsys, 2, *words)
+    assert "doesn't name the texts" in said(capsys, 2, *words, "reward.function=inner_rewards:score")
+
+
+def test_a_recipe_in_the_working_directory_is_found_and_has_to_be_uploaded(folder, capsys):
+    (folder / "submitted_recipe.py").write_text("from rlpack.recipes.grpo_spec import SPEC\ndef main(config): ...\n")
+    words = ("submit", "--", RUN_DIR, "recipe.target=submitted_recipe")
+    assert "no Ray job server answers" in said(capsys, 2, *words)
+    message = f"recipe.target is 'submitted_recipe', but {folder}/submitted_recipe.py isn't uploaded"
+    assert message in said(capsys, 2, *words, "job.excludes=['submitted_*']")
 
 
 def test_optional_packages_are_those_of_the_nodes_not_of_the_machine_that_submits(folder, capsys, monkeypatch):

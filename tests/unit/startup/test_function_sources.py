@@ -6,7 +6,7 @@ import pytest
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.registry import ADVANTAGES, LOSSES, find_loss
 from rlpack.config.schema import Algorithm, Config
-from rlpack.startup.function_sources import _built_in, _parameters, check_function_sources
+from rlpack.startup.function_sources import _built_in, check_function_sources, parameters_of
 
 # What may have the parameters, or can't be told without importing it.
 POSSIBLE = {
@@ -25,7 +25,7 @@ POSSIBLE = {
 
 @pytest.mark.parametrize("function", [*LOSSES.values(), *ADVANTAGES.values()])
 def test_the_source_of_a_built_in_function_has_the_parameters_of_the_function(function):
-    read = _parameters(_built_in(function.__name__).args)
+    read = parameters_of(_built_in(function.__name__).args)
     true = list(inspect.signature(function).parameters.values())
     assert [(one.name, one.kind) for one in read] == [(one.name, one.kind) for one in true]
     assert [one.default is one.empty for one in read] == [one.default is one.empty for one in true]
