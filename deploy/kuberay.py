@@ -3,25 +3,32 @@
 python deploy/kuberay.py --image registry/rlpack:cuda --workers 2 --gpus 8 -- run_dir=/shared/mine | kubectl apply -f -
 
 Values are inserted into the parsed manifest, never into its text, so they can't inject YAML. The config is checked as
-in `rlpack submit`, and against the devices of the nodes.
+in `rlpack submit`, and against the devices of the nodes. A manifest uploads nothing, so a run that needs files of this
+directory is refused.
 """
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlpack.cli.environment import targets_of
 from rlpack.cli.submit_checks import JOINS, checked_config
+from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import pools_in_use
 from rlpack.config.schema import Config
 from rlpack.config.sections.submission import STOP_WAIT
 from rlpack.distributed.capacity import check_capacity
 from rlpack.distributed.errors import PlacementError
+from rlpack.models.errors import ModelError
+from rlpack.path_suggestions import DATA_FILES
+from rlpack.user_code import find_module_file
 
 MANIFEST = Path(__file__).parent / "rayjob.yaml"
 SECRETS_DIR = "/etc/rlpack-secrets"  # where the manifest mounts them
@@ -35,13 +42,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.append(f"job.secrets_dir={SECRETS_DIR}")
     try:
         config = checked_config(words)
+        if problems := list(_needs_upload(config)):
+            raise ConfigError(problems)
         nodes = [{"CPU": float(parsed.cpus), "GPU": float(parsed.gpus)}] * parsed.workers
         check_capacity(pools_in_use(config), nodes, None, extra=config.job.driver_cpus)
-    except (ConfigError, PlacementError) as error:
+    except (ConfigError, ModelError, PlacementError) as error:
         print(f"deploy/kuberay.py: {error}", file=sys.stderr)
         return 2
     yaml.dump(manifest(parsed, config, words), sys.stdout, Dumper=_NoAliases, sort_keys=False, width=120)
     return 0
+
+
+def _needs_upload(config: Config) -> Iterator[str]:
+    """Yield a problem for each setting, file or module that only an upload would bring to the nodes."""
+    for key, value in (("job.working_dir", config.job.working_dir), ("job.excludes", list(config.job.excludes))):
+        if value not in (".", None, []):
+            yield (
+                f"{key} is {value!r}, but a manifest uploads nothing; put your files on the volume or into the image, "
+                f"and remove {key}"
+            )
+    sources: Mapping[str, str | None] = {
+        "data.source": config.data.source,
+        "data.validation_source": config.data.validation_source,
+        **evaluation_sets.sources(config),
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "critic.path": config.critic.path,
+        "reward_model.path": config.reward_model.path,
+    }
+    for key, source in sources.items():
+        if source is not None and _is_relative_path(source):
+            yield (
+                f"{key} is {source!r}, but a manifest uploads nothing; put it on the volume or into the image, and set "
+                "its absolute path"
+            )
+    for key, target in {"recipe.target": config.recipe.target, **targets_of(config)}.items():
+        if _is_only_here(target.partition(":")[0]):
+            yield (
+                f"{key} is {target!r}, whose module is only in {Path.cwd()}, but a manifest uploads nothing; put it "
+                "into the image"
+            )
+
+
+def _is_only_here(module: str) -> bool:
+    """Return whether a module that was found is only in the working directory, which isn't on Python's path."""
+    file = find_module_file(module)  # None, unless the module was imported already
+    return file is None or (
+        file.is_relative_to(Path.cwd()) and not any(file.is_relative_to(os.path.abspath(folder)) for folder in sys.path)
+    )
+
+
+def _is_relative_path(source: str) -> bool:
+    """Return whether a source is certainly a relative path, and no name on the Hub."""
+    is_path = source.endswith(DATA_FILES) or source.startswith(("./", "../"))
+    return is_path and not os.path.isabs(os.path.expanduser(source))
 
 
 def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -> dict[str, Any]:

@@ -119,6 +119,7 @@ def test_a_value_cannot_leave_its_place(kuberay, capsys):
     [
         (("run_dir=mine",), "run_dir is mine, but a job's working directory is deleted"),
         (("run_dir=/shared/mine", "trainer.stepz=1"), "trainer.stepz is not a key; did you mean trainer.steps?"),
+        (("run_dir=/shared/mine", "model.config.num_attention_heads=3"), "is not divisible by num_key_value_heads"),
         (("run_dir=/shared/mine", "placement.pools.main.ranks=5"), "ask for 5 CPU, the cluster has 4; lower"),
     ],
 )
@@ -127,3 +128,48 @@ def test_a_run_that_cannot_be_is_refused_before_kubernetes_sees_it(kuberay, caps
     heard = capsys.readouterr()
     assert heard.out == ""
     assert message in heard.err
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            ("data=jsonl", "data.source=rows.jsonl", "data.validation_source=/shared/rows.jsonl"),
+            ["data.source is 'rows.jsonl', but a manifest uploads nothing; put it on the volume or into the image"],
+        ),
+        (
+            ("data=jsonl", "data.source=owner/rows", "data.validation_source=./rows"),
+            ["data.validation_source is './rows', but a manifest uploads nothing"],
+        ),
+        (("evaluation.sets.hard.source=hard.parquet",), ["evaluation.sets.hard.source is 'hard.parquet'"]),
+        (("model=pretrained", "model.path=./mine"), ["model.path is './mine', but a manifest uploads nothing"]),
+        (
+            ("reward.function=only_here:score", "roles.judge.target=only_here:Judge"),
+            [
+                "roles.judge.target is 'only_here:Judge', whose module is only in",
+                "reward.function is 'only_here:score', whose module is only in",
+            ],
+        ),
+        (("recipe.target=kuberay_recipe", "sft_warmup.steps=0"), ["recipe.target is 'kuberay_recipe', whose module"]),
+        (("job.working_dir=inner",), ["job.working_dir is 'inner', but a manifest uploads nothing; put your files"]),
+        (("job.excludes=['*.bin']",), ["job.excludes is ['*.bin'], but a manifest uploads nothing; put your files"]),
+    ],
+)
+def test_a_run_that_needs_an_upload_is_refused(kuberay, capsys, tmp_path, monkeypatch, words, messages):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_here.py").touch()
+    (tmp_path / "kuberay_recipe.py").write_text("from rlpack.recipes.grpo_spec import SPEC\ndef main(config): ...\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    assert kuberay.main([*RUN, "--", "run_dir=/shared/mine", *words]) == 2
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    assert heard.err.startswith("deploy/kuberay.py: ")
+    for message in messages:
+        assert message in heard.err
+
+
+def test_files_of_the_nodes_and_of_the_hub_need_no_upload(kuberay, capsys):
+    words = ("data=jsonl", "data.source=/shared/a.jsonl", "data.validation_source=owner/rows", "job.working_dir=null")
+    manifest = written(kuberay, capsys, "--", "run_dir=/shared/mine", "model=pretrained", "model.path=owner/m", *words)
+    assert config_of(manifest).data.source == "/shared/a.jsonl"
