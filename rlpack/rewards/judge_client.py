@@ -17,13 +17,16 @@ from rlpack.rewards.score_requests import AttemptFailedError, RequestSettings, S
 
 _SCORE = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)(?![eE\d])", re.IGNORECASE)
 
+# The placeholder that stands for a setting, not for a column.
+_MAX_SCORE = "max_score"
+
 
 @dataclass(frozen=True)
 class JudgeSettings(RequestSettings):
     """How the judge is called, at `url` without `/chat/completions`.
 
     Attributes:
-        prompt_template: the user message, with `{prompt}`, `{completion}` and `{column}` placeholders.
+        prompt_template: the user message, with `{prompt}`, `{completion}`, `{column}` and `{max_score}` placeholders.
         max_score: scores range from 0 to this.
         max_tokens: length limit of an answer.
     """
@@ -63,9 +66,10 @@ class JudgeClient:
 
     def _body(self, texts: Mapping[str, str]) -> dict[str, Any]:
         settings = self._settings
+        prompt = settings.prompt_template.format_map({**texts, _MAX_SCORE: _as_number(settings.max_score)})
         return {
             "model": settings.model,
-            "messages": [{"role": "user", "content": settings.prompt_template.format_map(texts)}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": settings.max_tokens,
             "temperature": 0.0,
         }
@@ -84,8 +88,13 @@ def _as_text(name: str, value: Any) -> str:
     return conversation(value) if name == "prompt" and isinstance(value, list) else str(value)
 
 
+def _as_number(value: float) -> str:
+    """Return a number as a judge would write it: 10, not 10.0."""
+    return str(int(value)) if value.is_integer() else str(value)
+
+
 def placeholders(prompt_template: str) -> list[str]:
-    """Return the column names in a prompt template.
+    """Return the column names in a prompt template; `{max_score}` is the setting.
 
     >>> placeholders("Rate {completion} against {answer}.")
     ['completion', 'answer']
@@ -103,7 +112,7 @@ def placeholders(prompt_template: str) -> list[str]:
     invalid += [str(name) for _, name, spec, conversion in fields if spec or conversion]
     if invalid:
         raise RewardError(f"judge.prompt_template contains {{{invalid[0]}}}, which is not a column name; {hint}")
-    return list(dict.fromkeys(names))
+    return [name for name in dict.fromkeys(names) if name != _MAX_SCORE]
 
 
 def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:

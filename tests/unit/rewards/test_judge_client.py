@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlpack.config.schema import Judge
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, check_prompt_template, parse_score, placeholders
 
@@ -113,6 +114,23 @@ def test_scores_come_back_in_order_as_shares_of_the_largest(server):
     assert retries == 0
     (request,) = {(r["path"], r["key"], r["model"], r["max_tokens"], r["temperature"]) for r in server.requests}
     assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("max_score", "text", "share"),
+    [
+        (10.0, "to 10 (perfect)", 0.1),
+        (1.0, "to 1 (perfect)", 1.0),
+        (2.5, "to 2.5 (", 0.4),
+        (1e9, "to 1000000000 (", 1e-9),
+    ],
+)
+def test_the_default_prompt_names_the_highest_score(server, max_score: float, text: str, share: float):
+    template = Judge().prompt_template + "{completion}"  # the server's score is the last letter
+    client = JudgeClient(settings(server, prompt_template=template, max_score=max_score))
+    (result,) = asyncio.run(client.score({"prompt": ["p"], "completion": ["1"]}, 1))
+    assert text in server.requests[0]["messages"][0]["content"]
+    assert result.value == share
 
 
 def test_a_proxy_is_not_asked_for_a_server_of_this_machine(server, monkeypatch: pytest.MonkeyPatch):
@@ -228,6 +246,8 @@ def test_a_template_with_more_than_names_is_refused(prompt_template):
 
 def test_a_template_names_columns_that_exist():
     check_prompt_template("{prompt} {completion} {answer} {{}}", ["answer"])
+    check_prompt_template("{completion} {max_score}", [])
+    assert placeholders("{completion} {max_score} {answer}") == ["completion", "answer"]
     with pytest.raises(RewardError, match=r"names \{anser\}; the dataset has the columns \['answer', 'completion'"):
         check_prompt_template("{completion} {anser}", ["answer"])
     with pytest.raises(RewardError, match=r"doesn't name \{completion\}"):
