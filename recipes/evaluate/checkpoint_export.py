@@ -17,6 +17,7 @@ from rlpack.checkpoint.files import discard_folder
 from rlpack.checkpoint.sharded import load_weights
 from rlpack.config.schema import Config
 from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models import own_attention
 from rlpack.models.loading import build_causal_lm, load_tokenizer
 from rlpack.models.model_export import export_model
 from rlpack.models.policy import Policy
@@ -54,6 +55,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         eos_token_id=eos_id(tokenizer),
         pad_token_id=pad_id(tokenizer),
         seed=config.seed,
+        attention_name=own_attention.DEFAULT,  # the model is never run, and some architectures can't have ours
     )
     set_trained_weights(model, config.actor, seed=config.seed)
     policy = Policy(model)

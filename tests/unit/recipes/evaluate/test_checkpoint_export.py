@@ -17,6 +17,7 @@ from rlpack.gloo import GLOO
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.optimizers import build_optimizer
 from rlpack.models.policy import Policy
+from rlpack.packing import Batching
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
 from rlpack.workers.build import set_trained_weights
@@ -39,7 +40,7 @@ def checkpoint_of(folder: Path, config: Config, prompts_fingerprint: str | None 
     """Save a policy with random weights as a run does; no process group is left."""
     tokenizer, prompts, held_out = load_splits(config)
     ids = {"vocab_size": len(tokenizer), "eos_token_id": eos_id(tokenizer), "pad_token_id": pad_id(tokenizer)}
-    lm = build_causal_lm(config.model, **ids, seed=config.seed)
+    lm = build_causal_lm(config.model, **ids, seed=config.seed, attention_name="sdpa")
     set_trained_weights(lm, config.actor, seed=config.seed)
     policy = Policy(lm)
     with torch.no_grad():
@@ -77,6 +78,18 @@ def test_the_exported_folder_has_the_policys_merged_weights_and_its_tokenizer(tm
         rtol=1e-4,
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == load_splits(config)[0].get_vocab()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_cannot_run_packed_rows_is_exported(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}
+    model = Model(config={"model_type": "gpt_neo", **sizes})
+    config = tiny_config(data=DATA, model=model, batching=Batching(mode="dynamic"))
+    checkpoint, policy = checkpoint_of(tmp_path / "checkpoints", config)
+    export_checkpoint(checkpoint, tmp_path / "model")
+    exported, expected = load_file(tmp_path / "model" / "model.safetensors"), full_state_dict(policy)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.usefixtures("one_rank")
