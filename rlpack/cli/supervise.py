@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlpack.cli.hydra_text import hydra_text
-from rlpack.observe.run_dir import CHECKPOINTS
+from rlpack.observe.run_dir import CHECKPOINTS, LOG
+from rlpack.run_log import RunLog
 from rlpack.user_code import Interrupted
 
 log = logging.getLogger(__name__)
@@ -54,23 +56,33 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
             return code
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
-            log.error("the run ended with %s after all supervise=%d restarts; it is not restarted", cause, restarts)
+            _report(run_dir, f"the run ended with {cause} after all supervise={restarts} restarts; it is not restarted")
             break
         # That the driver was killed says nothing about the run itself.
         stalled = stalled + 1 if code > 0 and newest_checkpoints(Path(run_dir)) == before else 0
         if stalled > 1 and not is_refused:
-            log.error("the run ended with %s twice without a new checkpoint; it is not restarted", cause)
+            _report(run_dir, f"the run ended with {cause} twice without a new checkpoint; it is not restarted")
             break
         pause_s = min(_PAUSE_S * 2**stalled, _LONGEST_PAUSE_S) if is_refused else _PAUSE_S
-        log.warning(
-            "the run ended with %s; restart %d of %d from its newest checkpoint in %g s",
-            *(cause, number + 1, restarts, pause_s),
-        )
+        again = f"restart {number + 1} of {restarts} from its newest checkpoint in {pause_s:g} s"
+        _report(run_dir, f"the run ended with {cause}; {again}", "WARNING")
         try:
             time.sleep(pause_s)
         except KeyboardInterrupt:
             return INTERRUPTED
     return code if code > 0 else RUN_FAILED
+
+
+def _report(run_dir: str, text: str, level: str = "ERROR") -> None:
+    """Log what becomes of a run that ended, and append it to the log that the run left, if any."""
+    log.log(logging.getLevelNamesMapping()[level], "%s", text)
+    path = Path(run_dir) / LOG
+    if path.is_file():
+        run_log = RunLog("supervisor")
+        with suppress(OSError):  # as for the run: a log that can't be written stops nothing
+            run_log.open(path)
+            run_log.record(level, text)
+        run_log.stop()
 
 
 def newest_checkpoints(run_dir: Path) -> list[str]:

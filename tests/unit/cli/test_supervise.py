@@ -108,3 +108,33 @@ def test_files_of_the_working_directory_replace_no_module_of_an_attempt(
     shown = capfd.readouterr()
     assert "supervise: 0" in shown.out
     assert shown.err == ""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "ends"),
+    [
+        (3, "the run ended with exit code 1 twice without a new checkpoint; it is not restarted"),
+        (1, "the run ended with exit code 1 after all supervise=1 restarts; it is not restarted"),
+    ],
+)
+def test_causes_of_restarts_and_of_the_end_are_in_the_log_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restarts: int, ends: str
+):
+    failing = f'#!{sys.executable}\nopen("run/run.log", "a").write("the attempt fails\\n")\nraise SystemExit(1)\n'
+    replace_attempt(tmp_path, monkeypatch, failing)
+    monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
+    (tmp_path / "run").mkdir()
+    assert supervise([], "run", restarts) == 1
+    again = f"the run ended with exit code 1; restart 1 of {restarts} from its newest checkpoint in 0 s"
+    first, cause, second, end = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert (first, second) == ("the attempt fails", "the attempt fails")
+    assert cause.endswith(f" supervisor WARNING rlpack: {again}")
+    assert end.endswith(f" supervisor ERROR rlpack: {ends}")
+    assert [record.message for record in caplog.records] == [again, ends]
+
+
+def test_a_run_that_ends_before_it_has_a_log_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    replace_attempt(tmp_path, monkeypatch, f"#!{sys.executable}\nraise SystemExit(1)\n")
+    monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
+    assert supervise([], "run", 1) == 1
+    assert not (tmp_path / "run").exists()
