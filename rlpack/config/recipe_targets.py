@@ -3,10 +3,11 @@
 Hydra refuses an override of a key that its base node lacks, so the sections of a recipe have to be in the base node
 before Hydra reads `my_section.key=3`. In order of precedence, `recipe.target=…`, the `recipe.target` of the root config
 (`--config-name`) or of an experiment, or the recipe's preset decides. The command line chooses the preset, or else the
-defaults lists of the root config and of experiments. A sweep can choose several recipes.
+defaults lists of the root config and of experiments. Each of these may include other presets. A sweep can choose
+several recipes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 _DEFAULT_RECIPE, _DEFAULT_ROOT = "grpo", "train"
+_SELF = "_self_"
 
 
 def recipe_targets(overrides: Sequence[str], folders: Sequence[Path], root: str = _DEFAULT_ROOT) -> list[str]:
@@ -27,24 +29,24 @@ def recipe_targets(overrides: Sequence[str], folders: Sequence[Path], root: str 
     """
     if explicit := chosen_values(overrides, "recipe.target"):
         return explicit
-    roots = list(_root_values(folders, root))
-    if targets := [target for values in roots if (target := _target(values))]:
-        return targets[:1]
+    if (target := _target(folders, root)) is not None:
+        return [target]
+    roots = list(_values(folders, root, own_first=True))
     named = chosen_values(overrides, "experiment") or _choice(roots, "experiment")
-    experiments = [_read(folders, f"experiment/{choice}") for choice in named]
-    if targets := [target for values in experiments if (target := _target(values))]:
+    experiments = [f"experiment/{choice}" for choice in named]
+    if targets := [target for name in experiments if (target := _target(folders, name))]:
         return targets
     chosen = (
         chosen_values(overrides, "recipe")
         or _choice(roots, "recipe", plain=False)
-        or [choice for values in experiments for choice in _choice([values], "/recipe")]
+        or [choice for name in experiments for choice in _choice(_values(folders, name, own_first=True), "/recipe")]
         or _choice(roots, "recipe")
         or [_DEFAULT_RECIPE]
     )
-    return [target for choice in chosen if (target := _target(_read(folders, f"recipe/{choice}")))]
+    return [target for choice in chosen if (target := _target(folders, f"recipe/{choice}"))]
 
 
-def _choice(configs: Sequence[dict[str, Any]], group: str, *, plain: bool = True) -> list[str]:
+def _choice(configs: Iterable[dict[str, Any]], group: str, *, plain: bool = True) -> list[str]:
     """Return what defaults lists choose for a group: the first `override`, else the first plain entry if `plain`."""
     names = {group, f"/{group.removeprefix('/')}"}
     entries = [
@@ -61,15 +63,30 @@ def _choice(configs: Sequence[dict[str, Any]], group: str, *, plain: bool = True
     return []
 
 
-def _root_values(folders: Sequence[Path], name: str, seen: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """Yield the root config and those that its defaults list includes by name, outermost first."""
+def _values(
+    folders: Sequence[Path], name: str, *, own_first: bool = False, seen: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the values of a config and of those that its defaults list includes by name, highest precedence first.
+
+    Args:
+        folders: config directories.
+        name: of the config, such as `train` or `experiment/mine`.
+        own_first: whether a config precedes all that it includes, as its choices of groups do, wherever `_self_` is.
+        seen: configs that include this one.
+    """
+    name = name.removesuffix(".yaml")
     if name in seen:
         return
-    values = _read(folders, name.removesuffix(".yaml"))
-    yield values
-    for entry in _defaults(values):
-        if isinstance(entry, str) and entry != "_self_":
-            yield from _root_values(folders, entry.removeprefix("/"), (*seen, name))
+    values, group = _read(folders, name), name.rpartition("/")[0]
+    entries = [entry for entry in _defaults(values) if isinstance(entry, str)]
+    if own_first or _SELF not in entries:  # without `_self_`, Hydra appends it
+        entries = [*(entry for entry in entries if entry != _SELF), _SELF]
+    for entry in reversed(entries):
+        if entry == _SELF:
+            yield values
+        else:
+            other = entry.removeprefix("/") if entry.startswith("/") or not group else f"{group}/{entry}"
+            yield from _values(folders, other, own_first=own_first, seen=(*seen, name))
 
 
 def _defaults(values: dict[str, Any]) -> list[Any]:
@@ -106,7 +123,10 @@ def _read(folders: Sequence[Path], name: str) -> dict[str, Any]:
     return {}
 
 
-def _target(values: dict[str, Any]) -> str | None:
-    recipe = values.get("recipe")
-    target = recipe.get("target") if isinstance(recipe, dict) else None
-    return target if isinstance(target, str) else None
+def _target(folders: Sequence[Path], name: str) -> str | None:
+    """Return the `recipe.target` of a config or of those that it includes, None if none has one."""
+    for values in _values(folders, name):
+        recipe = values.get("recipe")
+        if isinstance(recipe, dict) and isinstance(target := recipe.get("target"), str):
+            return target
+    return None
