@@ -4,7 +4,7 @@ import argparse
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,10 +140,16 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}
     # A checkpoint is exported once everything is checked; until then, `model.path` is the checkpoint's own path.
     checkpoint = None if evaluated.checkpoint is None else str(evaluated.checkpoint)
+    own_code = {} if evaluated.state is None else _own_code(evaluated.state["config"]["model"])
     return values | {
-        "model": defaults["model"] | {"path": evaluated.path or checkpoint},
+        "model": defaults["model"] | own_code | {"path": evaluated.path or checkpoint},
         "evaluate": defaults["evaluate"] | {"checkpoint": checkpoint},
     }
+
+
+def _own_code(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with which a run allows its model's own code, which loading the exported model runs, too."""
+    return {key: model[key] for key in ("trust_remote_code", "revision")} if model.get("trust_remote_code") else {}
 
 
 def _without_effect(overrides: Sequence[str]) -> Iterator[str]:

@@ -166,6 +166,22 @@ def test_a_run_that_published_in_flight_is_evaluated_with_weights_that_stay(tmp_
         compose_evaluation(given, _base_values(run, given))
 
 
+def test_a_runs_permission_for_its_models_code_is_that_of_its_evaluation(tmp_path):
+    hub = ("model=pretrained", "model.path=owner/mine", "model.revision=0a1b2c3d")
+
+    def evaluated(run, *overrides):
+        state = {"config": compose([*hub, *run]).model_dump(mode="json")}
+        model = EvaluatedModel("mine-step-2", checkpoint=tmp_path, state=state)
+        config = compose_evaluation(overrides, _base_values(model, overrides))
+        assert config.model.path == str(tmp_path)
+        return config.model.trust_remote_code, config.model.revision
+
+    assert evaluated(["model.trust_remote_code=true"]) == (True, "0a1b2c3d")
+    overrides = ["model.trust_remote_code=false", "model.revision=null"]
+    assert evaluated(["model.trust_remote_code=true"], *overrides) == (False, None)
+    assert evaluated([]) == (False, None)  # the exported folder has no revisions
+
+
 @pytest.mark.parametrize("command", [("evaluate", "model"), ("train",)])
 def test_a_deleted_working_directory_is_one_message(tmp_path, monkeypatch, capsys, command):
     deleted = tmp_path / "deleted"
