@@ -29,13 +29,13 @@ from typing import BinaryIO
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.batch.weight_layout import TensorSpec
 from rlpack.models.errors import ModelError
 from rlpack.models.file_names import INDEX, WEIGHTS
-from rlpack.models.packed import PackedModel
+from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.weight_pieces import Place
 from rlpack.models.weight_stream import WeightStream
 from rlpack.models.weight_views import WeightView, entry_runs, find_views
@@ -316,7 +316,19 @@ def _write_views(files: _OwnFiles, views: Mapping[str, WeightView], place: Place
 
 def _reverted(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the names and in the form in which transformers saves them."""
-    return revert_weight_conversion(model, dict(state))
+    prefix, tensors = _needed_prefix(model), revert_weight_conversion(model, dict(state))
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def _needed_prefix(model: PreTrainedModel) -> str:
+    """Return what the names of a headless model need so that a language model can be loaded from them.
+
+    transformers itself adds the prefix of the language model's class. Llama 4's names no module of it.
+    """
+    if language_model(model) is not model or type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    return "" if kind.base_model_prefix == model.base_model_prefix else f"{model.base_model_prefix}."
 
 
 def _write_config(model: PreTrainedModel, folder: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
 from benchmarks.family_configs import tiny_config
 from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import add_adapters
 from rlpack.models.model_export import INDEX, export_model, plan_export
-from rlpack.models.packed import PackedModel
+from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.weight_stream import WeightStream
 from tests.unit.models.test_stored_model import TYPES
 
@@ -79,6 +79,17 @@ def test_own_names_are_those_of_the_modules(tmp_path: Path):
     export_model(PackedModel(model), tmp_path, published_names=False)
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text"])
+def test_a_headless_model_loads_as_a_language_model_and_as_itself(tmp_path: Path, model_type: str):
+    base = language_model(new_model(model_type))
+    export_model(PackedModel(base), tmp_path)
+    for kind in (AutoModelForCausalLM, AutoModel):
+        loaded, report = kind.from_pretrained(tmp_path, output_loading_info=True)
+        assert set(report["missing_keys"]) <= {"lm_head.weight"}
+        weights = dict(language_model(loaded).named_parameters())
+        assert all(torch.equal(weight, weights[name]) for name, weight in base.named_parameters())
 
 
 def test_weights_are_converted_one_by_one_where_transformers_allows_it():
