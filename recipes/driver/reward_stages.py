@@ -114,11 +114,13 @@ def collect_rewards(
 ) -> BatchedDataDict:
     """Wait for all scoring roles, and add `rewards` f32 [B] and `valid` bool [B].
 
-    The roles may add further columns. A quarantined row stays in the batch to keep the order, but none of its tokens
-    counts: it adds to no loss, no denominator and no baseline.
+    The rows may be in another order than when they were submitted. The roles may add further columns. A quarantined
+    row stays in the batch to keep the order, but none of its tokens counts: it adds to no loss, no denominator and no
+    baseline.
     """
     with step.timer("reward"):
-        rewards, valid, extras, counts = pending.result(rollouts, partial(_count_flops, session))
+        result = pending.result(rollouts, partial(_count_flops, session))
+    rewards, valid, extras, counts = _in_order(result, rollouts.row_ids)
     count_failures(step, counts)
     scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
     report_rewards(step, scored)
@@ -163,6 +165,16 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
         "reward/max": valid_rewards.max().item() if valid_rewards.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
+
+
+def _in_order(result: RowRewards, row_ids: np.ndarray) -> RowRewards:
+    """Return rewards in the order of `row_ids`, int64 [B], if these are the ids of the same rows."""
+    ids = result.extras.row_ids  # ascending
+    if np.array_equal(ids, row_ids) or not np.array_equal(ids, np.sort(row_ids)):
+        return result
+    order = np.searchsorted(ids, row_ids)
+    rows = torch.from_numpy(order)
+    return RowRewards(result.rewards[rows], result.valid[rows], result.extras.select(order), result.counts)
 
 
 def _count_flops(session: Session, role: str, plan: MicrobatchPlan) -> None:

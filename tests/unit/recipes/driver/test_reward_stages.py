@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
 from rlpack.config.schema import Trainer
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
@@ -125,6 +126,36 @@ def test_a_batch_that_is_scored_in_parts_has_the_rewards_of_the_whole(tmp_path: 
     ended = collect_rewards(session, session.begin_step(1), rollouts, pending)
     for name in ("rewards", "valid", "length"):
         assert torch.equal(ended[name], whole[name])
+
+
+def test_a_recipe_may_reorder_its_rows_before_or_after_they_are_submitted(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2), (2, 3), (2, 2)])
+    set_group(session, "reward", score=lengths_as_rewards)
+    order = [3, 0, 4, 2, 1]
+    lengths = [5, 6, 4, 3, 12]
+    for submitted in (rollouts, rollouts.select(order), rollouts.select([4, 3, 2, 1, 0])):
+        pending = PendingRewards(session.scorers)
+        pending.submit(submitted)
+        scored = collect_rewards(session, session.begin_step(1), rollouts.select(order), pending)
+        assert scored["length"].tolist() == scored["input_ids"].lengths.tolist() == lengths
+        assert scored["rewards"].tolist() == [0, *lengths[1:]]
+        assert scored["valid"].tolist() == [False, True, True, True, True]
+
+
+def test_repeated_rows_have_the_reward_of_each_copy(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)]).select([2, 0, 2])
+    set_group(session, "reward", score=lengths_as_rewards)
+    assert scored_by(session, rollouts)["rewards"].tolist() == [3, 6, 3]
+    assert scored_by(session, rollouts, rollouts)["rewards"].tolist() == [3, 6, 3] * 2
+
+
+def test_rows_that_were_not_submitted_are_refused(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+    set_group(session, "reward", score=lengths_as_rewards)
+    pending = PendingRewards(session.scorers)
+    pending.submit(rollouts.select([0, 1]))
+    with pytest.raises(DataError, match="rows of the two batches differ"):
+        collect_rewards(session, session.begin_step(1), rollouts.select([1, 2]), pending)
 
 
 def test_columns_that_come_with_one_part_only_are_an_error_of_the_role(tmp_path: Path):
