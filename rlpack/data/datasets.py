@@ -6,7 +6,7 @@ A reader yields each row with its place (`file:line`, or `name, row k`), which e
 import importlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +258,7 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
 
     check_hub(source, use.source_key)
     try:
-        table = datasets.load_dataset(source, split=split)
+        table = _with_encoded_files(datasets.load_dataset(source, split=split))
         for number, row in enumerate(table):
             yield f"{source}, row {number}", dict(row)
     except Exception as error:  # every kind of file has its own errors; so do broken rows, shards and scripts
@@ -267,6 +267,31 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
             f"set {use.source_key} to a dataset on the Hub, a folder, a .jsonl or .parquet file, and {use.split_key} "
             "to its split"
         ) from error
+
+
+def _with_encoded_files(table: Any) -> Any:
+    """Return a table of `datasets` whose images, sounds and other files are bytes or paths.
+
+    Decoded ones differ between processes, so that a resumed run would take the rows for others.
+    """
+    for name, feature in table.features.items():
+        encoded = _encoded(feature)
+        if encoded != feature:
+            table = table.cast_column(name, encoded)
+    return table
+
+
+def _encoded(feature: Any) -> Any:
+    """Return a feature of `datasets` without decoding of files."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    options = {option.name for option in fields(feature)}
+    is_json = type(feature).__name__ == "Json"  # objects that are stored as text
+    return replace(feature, decode=False) if "decode" in options and not is_json else feature
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -262,6 +263,29 @@ def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
     use = SplitUse("data.validation_source", "data.validation_split")
     with pytest.raises(DataError, match=r"; set data.validation_source to .* and data.validation_split to its split"):
         load(str(folder), split="test", use=use)
+
+
+def test_images_and_sounds_of_a_dataset_stay_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    image, sound = datasets.Image(), datasets.Audio()
+    kinds = {"image": image, "sound": sound, "pages": datasets.List(image), "parts": {"left": image}}
+    file = {"bytes": b"GIF89a", "path": None}
+    files = {"image": file, "sound": file, "pages": [file, file], "parts": {"left": file}}
+    features = datasets.Features({**dict.fromkeys(GOOD, datasets.Value("string")), **kinds})
+    (tmp_path / "data").mkdir()
+    table = pa.Table.from_pylist([GOOD | files, GOOD | dict.fromkeys(files)], schema=features.arrow_schema)
+    pq.write_table(table, tmp_path / "data" / "train.parquet")
+    first, second = load(str(tmp_path / "data"))
+    assert first.columns == files
+    assert second.columns["image"] is None
+
+
+def test_objects_of_several_shapes_in_a_folder_stay_objects(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    rows = [{**GOOD, "extra": {"a": value}} for value in (1, "x")]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [example.columns["extra"] for example in load(str(tmp_path / "data"))] == [{"a": 1}, {"a": "x"}]
 
 
 def test_shards_whose_columns_differ_are_a_data_error(tmp_path):
