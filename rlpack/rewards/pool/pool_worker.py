@@ -28,6 +28,10 @@ _REFUSED = (
     "; reward functions run in rlpack's sandbox: it hides credentials, the run's directory and other processes, and "
     "refuses writes outside $TMPDIR and, with reward.sandbox=strict, the network; write below $TMPDIR"
 )
+_PRIVATE = (
+    "; the working directory and HOME of reward functions are a private directory; build the paths of your files from "
+    "__file__"
+)
 Columns = Mapping[str, Sequence[Any]]
 
 
@@ -91,7 +95,11 @@ def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) ->
         loaded = {name: LoadedFunction(**settings) for name, settings in functions.items()}
     except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything, SystemExit included
         is_named = isinstance(error, RewardError)  # by its key
-        text = str(error)[:_MAX_TEXT] if is_named else f"a reward process failed to start: {_describe_error(error)}"
+        text = (
+            f"{str(error)[:_MAX_TEXT]}{_hint(error)}"
+            if is_named
+            else f"a reward process failed to start: {_describe_error(error)}"
+        )
         channel.sendall(wire.pack({"failed": text}))
         return
     signatures = {name: vars(function.signature) for name, function in loaded.items()}
@@ -198,20 +206,27 @@ def _describe_error(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in_rlpack(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_in_stdlib(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    place += _REFUSED if _is_refusal(error) else ""
+    place += _hint(error)
     try:
         return f"{type(error).__name__}: {str(error)[:_MAX_TEXT]}{place}"
     except BaseException:  # noqa: BLE001 - an exception's __str__ is user code, too
         return f"{type(error).__name__}{place}"
 
 
-def _is_refusal(error: BaseException | None) -> bool:
-    """Return whether an exception or one of its causes is a permission error, most likely due to the sandbox."""
+def _hint(error: BaseException) -> str:
+    """Return what to do about an exception that is most likely due to the sandbox, else ""."""
+    if _is_caused_by(error, PermissionError):
+        return _REFUSED
+    return _PRIVATE if _is_caused_by(error, FileNotFoundError) else ""
+
+
+def _is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Return whether an exception or one of its causes is of this kind."""
     for _ in range(_MAX_CAUSES):
-        if error is None or isinstance(error, PermissionError):
+        if error is None or isinstance(error, kind):
             break
         error = error.__cause__ or error.__context__
-    return isinstance(error, PermissionError)
+    return isinstance(error, kind)
 
 
 def _is_in_rlpack(file: str) -> bool:

@@ -122,6 +122,11 @@ def refused(completion):
         raise RuntimeError("could not look") from error
 
 
+def reads_a_relative_path(completion):
+    with open("words.txt") as file:
+        return float(completion in file.read())
+
+
 def slow_or_broken(completion):
     """Take long for "slow", and raise for any other text."""
     if completion == "slow":

@@ -161,6 +161,13 @@ def test_a_refusal_of_the_sandbox_names_the_sandbox_and_where_files_can_be_writt
     assert "sandbox" not in str(caught.value)
 
 
+def test_a_file_that_is_not_found_is_an_error_that_says_where_functions_run(scorers):
+    with pytest.raises(TooManyFailuresError, match=r"FileNotFoundError: .*'words\.txt'") as caught:
+        score(scorers("reads_a_relative_path", max_failures=0.1), *["a"] * 16)
+    hint = "are a private directory; build the paths of your files from __file__"
+    assert f"; the working directory and HOME of reward functions {hint}" in str(caught.value)
+
+
 def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):
     with pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for \d+"):
         score(scorers("short", max_failures=0.1), *"abcdefghijklmnop")

@@ -49,6 +49,15 @@ def module(tmp_path, monkeypatch):
     return write
 
 
+def test_a_module_that_reads_a_relative_path_is_told_where_it_is_imported(module, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("a")
+    name = module("WORDS = open('words.txt').read()\n" + F)
+    with pytest.raises(RewardError, match=r"FileNotFoundError: .*; the working directory .* from __file__"):
+        load(f"{name}:f")
+    load(module(f"from pathlib import Path\nWORDS = (Path(__file__).parent / 'words.txt').read_text()\n{F}") + ":f")
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_module_that_ends_or_blocks_its_process_is_an_error_that_names_it(ending, module, monkeypatch):
     text, message = ENDINGS[ending]
