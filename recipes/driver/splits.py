@@ -160,8 +160,14 @@ def _fraction_of(config: Config, dataset: PromptDataset) -> PromptDataset:
 
 
 def _drop_reserved_columns(dataset: PromptDataset) -> PromptDataset:
-    """Drop the columns whose names are reserved for columns of rollouts, with a warning."""
-    reserved = sorted({name for example in dataset for name in example.columns if name in _RESERVED})
+    """Drop the columns whose names are reserved for columns of rollouts, with a warning.
+
+    `Prompts.batch` replaces the columns `prompt` and `answer` by those that `data.prompt_column` and
+    `data.answer_column` name. Here they stay, because a resumed run compares all columns.
+    """
+    names = {name for example in dataset for name in example.columns}
+    has_answers = any(example.answer is not None for example in dataset)
+    reserved = sorted(names & (_RESERVED | ({"prompt", "answer"} if has_answers else {"prompt"})))
     if not reserved:
         return dataset
     logger.warning(

@@ -1,5 +1,7 @@
 import json
+import logging
 
+import numpy as np
 import pytest
 
 from rlpack.batch.errors import DataError
@@ -49,3 +51,24 @@ def test_a_missing_column_of_demonstrations_is_named(data, load):
         load(with_recipe(swapped))
     with pytest.raises(DataError, match=r"test.jsonl:1 has no column 'worked'; .* set data.completion_column"):
         load(tiny_config("sft", data=data))
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer_column", "left_out", "answer"),
+    [
+        ({"prompt": "old", "answer": "why"}, "label", "answer, prompt", "2"),
+        ({"prompt": "old", "answer": "why"}, None, "prompt", "why"),
+        ({"logprobs": 1, "answer": "why"}, "label", "answer, logprobs", "2"),
+        ({"level": 1}, "label", None, "2"),
+    ],
+)
+def test_columns_that_rewards_never_see_are_named(tmp_path, caplog, columns, answer_column, left_out, answer):
+    source = write(tmp_path / "rows.jsonl", [{"question": "1+1=", "label": "2", **columns}])
+    data = Data(source=source, validation_source=source, prompt_column="question", answer_column=answer_column)
+    with caplog.at_level(logging.WARNING):
+        prompts = load_splits(tiny_config(data=data))[1]
+    said = {record.getMessage().partition(", because")[0] for record in caplog.records}
+    assert said == ({f"{source}: the columns {left_out} are left out"} if left_out else set())
+    batch = prompts.batch(np.array([0]))
+    assert (batch["prompt"], batch["answer"]) == (["1+1="], [answer])
+    assert "logprobs" not in batch
