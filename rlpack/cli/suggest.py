@@ -5,11 +5,14 @@ import os
 from collections.abc import Sequence
 
 from rlpack.cli.dry_run import DOES_NOT_FIT, leaving_on_interrupt, positive_number
+from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.errors import ConfigError
 from rlpack.user_code import UserCode
 
 _SUGGEST = "--suggest"
 _NUMBERS = ("--memory-gb", "--tflops", "--overhead-ms")
+# Hydra's options for configs of the user, as in `rlpack train`.
+_CONFIGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
 def is_for_config(arguments: Sequence[str]) -> bool:
@@ -18,7 +21,7 @@ def is_for_config(arguments: Sequence[str]) -> bool:
         return False
     previous = ""
     for word in arguments:
-        if not word.startswith(("-", "~")) and previous not in _NUMBERS and "=" not in word:
+        if not word.startswith(("-", "~")) and previous not in (*_NUMBERS, *_CONFIGS) and "=" not in word:
             return False
         previous = word
     return True
@@ -33,6 +36,7 @@ def suggest(arguments: Sequence[str]) -> int:
     from rlpack.startup.first_checks import check_first
 
     try:
+        import_from_working_directory()
         numbers, overrides = _split(arguments)
         jobs = compose_jobs(overrides)
         if len(jobs) != 1:
@@ -61,8 +65,9 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
         name, has_value, value = word.partition("=")
         if name in _NUMBERS:
             numbers[name] = positive_number(name, value if has_value else next(words, ""))
-        elif word.startswith("--") and word != _SUGGEST:
-            raise ConfigError([f"{name} has no effect with {_SUGGEST} and overrides; use {', '.join(_NUMBERS)}"])
+        elif word.startswith("--") and word != _SUGGEST and name not in _CONFIGS:
+            options = ", ".join((*_NUMBERS, *(one for one in _CONFIGS if one.startswith("--"))))
+            raise ConfigError([f"{name} has no effect with {_SUGGEST} and overrides; use {options}"])
         elif word != _SUGGEST:
             overrides.append(word)
     return numbers, overrides

@@ -1,6 +1,7 @@
 """The options of dry runs and of suggestions for a configuration, and their exit codes."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,9 @@ def test_jobs_of_a_sweep_are_estimated_one_after_another(capsys: pytest.CaptureF
         (["--suggest"], True),
         (["--suggest", "recipe=sft", "--memory-gb", "24"], True),
         (["--suggest", "recipe=sft", "~data.generator"], True),
+        (["--suggest", "--config-dir", "mine", "-cn", "other", "recipe=sft"], True),
+        (["--suggest", "--config-dir=mine"], True),
+        (["--suggest", "--config-dir", "mine", "lengths.jsonl"], False),
         (["lognormal", "--suggest"], False),
         (["lengths.jsonl", "--suggest", "--ranks", "8"], False),
         (["recipe=sft"], False),
@@ -89,3 +93,19 @@ def test_suggestions_are_for_a_configuration_unless_lengths_are_given(words: lis
 def test_an_option_for_lengths_has_no_effect_on_a_configuration(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--suggest", "recipe=sft", "--picture=x.png"]) == 2
     assert "--picture has no effect" in capsys.readouterr().err
+
+
+def test_suggestions_read_the_users_configs_and_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    folder = tmp_path / "configs" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\ntrainer:\n  group_size: 0\n")
+    (tmp_path / "suggested_rewards.py").write_text("def score(text): ...\n")
+    for option in (["--config-dir", "configs"], ["--config-dir=configs"], ["-cd", "configs"]):
+        assert main(["plan", "--suggest", *option, "experiment=mine"]) == 2
+        assert "trainer.group_size is 0" in capsys.readouterr().err
+    # The module is found and read: what is wrong is its function.
+    assert main(["plan", "--suggest", "reward.function=suggested_rewards:score"]) == 2
+    assert "suggested_rewards:score doesn't name the texts that it takes" in capsys.readouterr().err
