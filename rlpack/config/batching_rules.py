@@ -8,6 +8,7 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     WITH_LAYOUTS,
     batching_key,
+    batching_section,
     chunks_of,
     forward_batching,
     is_builtin,
@@ -24,13 +25,16 @@ from rlpack.packing.batching import Batching
 
 
 def own_batching_problems(config: Config) -> Iterator[str]:
-    """Refuse values that conflict with the inherited ones, and batching of built-in roles below `roles`."""
+    """Refuse values of started roles that conflict with inherited ones, and batching of built-in roles in `roles`."""
+    started = started_roles(config)
     for name, role in config.roles.items():
         if is_builtin(name) and role.batching != RoleBatching():
             sections = ("critic", "reference", "reward_model")
             home = "batching" if name == "actor" else f"{name}.batching" if name in sections else None
             remedy = f"set {home} instead" if home else f"the role {name} has no microbatches; remove it"
             yield f"roles.{name}.batching is set; {remedy}"
+        if name not in started:
+            continue
         try:
             role_batching(config, name)
             forward_batching(config, name)
@@ -83,7 +87,11 @@ def alignment_problems(config: Config) -> Iterator[str]:
         for batching, forward in batchings(config, role):
             if batching.alignment <= batching.budget:
                 continue
-            key, cp, slots = _key_of(config, role, "max_tokens", forward=forward), _cp(config, role), batching.alignment
+            key, cp, slots = (
+                batching_section(config, role, "max_tokens", forward=forward),
+                _cp(config, role),
+                batching.alignment,
+            )
             if batching.overlong == "error" and recipe_of(config).generates:
                 slots = slots_of(batching, longest_rollout(config))
             smallest[key] = max(-(-slots // cp), smallest.get(key, 0))
@@ -95,7 +103,7 @@ def alignment_problems(config: Config) -> Iterator[str]:
 def _alignment_reason(config: Config, role: str, batching: Batching, key: str, *, forward: bool) -> str:
     """Return the keys that raise the slots of every sequence of a role over its budget, which `key` sets."""
     cp, name = _cp(config, role), "pad_to_multiple" if batching.mode == "packed" else "length_multiple"
-    multiple_key = _key_of(config, role, name, forward=forward)
+    multiple_key = batching_section(config, role, name, forward=forward)
     multiple = _own_value(config, role, name, forward=forward)
     chunks = chunks_of(role_parallel(config, role), cp) if role in WITH_LAYOUTS else 1
     shared = "" if cp == 1 else f" on each of the {cp} ranks of {role}.parallel.cp"
@@ -117,7 +125,7 @@ def token_budget_problems(config: Config) -> Iterator[str]:
             if holds(batching, longest):
                 continue
             # Alignments of its own may not fit into an inherited budget.
-            key, cp = _key_of(config, role, "max_tokens", forward=forward), _cp(config, role)
+            key, cp = batching_section(config, role, "max_tokens", forward=forward), _cp(config, role)
             assert batching.max_tokens is not None
             shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
             fitting = cp_for(config, role, longest, forward=forward)
@@ -128,13 +136,6 @@ def token_budget_problems(config: Config) -> Iterator[str]:
                 f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {config.rollout.max_new_tokens}); raise it, "
                 f"{way_out}lower one of the two, or set {overlong}.overlong=truncate"
             )
-
-
-def _key_of(config: Config, role: str, name: str, *, forward: bool) -> str:
-    """Return the section that sets a key of a role's batching: its own, or one that it inherits from."""
-    if forward and getattr(own_forward_batching(config, role), name) is not None:
-        return f"{role}.forward_batching"
-    return "batching" if getattr(own_batching(config, role), name) is None else batching_key(role)
 
 
 def _own_value(config: Config, role: str, name: str, *, forward: bool) -> int:

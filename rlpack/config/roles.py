@@ -1,5 +1,6 @@
 """The settings of one role, from all sections: its batching, how it runs its model, and where."""
 
+import re
 from math import lcm
 
 from rlpack.config.errors import ConfigError
@@ -21,6 +22,8 @@ _WITH_SECTIONS = ("critic", "reference", "reward_model")
 _SCORERS = ("reward", "reward_model")
 # Roles with a model, which can be sharded; other roles have only data ranks.
 WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
+# A key of batching in an error of `Batching`, which knows no roles.
+_KEY = re.compile(r"\bbatching\.(\w+)")
 
 
 def role_batching(config: Config, role: str) -> Batching:
@@ -60,9 +63,9 @@ def role_batching(config: Config, role: str) -> Batching:
         own = own.model_copy(update={"share_prompts": False})  # a role's code may not know of shared slots
     try:
         batching = config.batching.override(**own.model_dump())
-        return _for_shared_rows(batching, role_parallel(config, role)) if role in WITH_LAYOUTS else batching
+        return _for_shared_rows(config, role, batching) if role in WITH_LAYOUTS else batching
     except PackingError as error:
-        raise ConfigError([f"{batching_key(role)}, with the values inherited from batching: {error}"]) from error
+        raise ConfigError([_with_own_keys(config, role, str(error), forward=False)]) from error
 
 
 def forward_batching(config: Config, role: str) -> Batching | None:
@@ -83,10 +86,9 @@ def forward_batching(config: Config, role: str) -> Batching | None:
         return None
     try:
         of_role = config.batching.override(**own_batching(config, role).model_dump())
-        return _for_shared_rows(of_role.override(**own.model_dump()), role_parallel(config, role))
+        return _for_shared_rows(config, role, of_role.override(**own.model_dump()))
     except PackingError as error:
-        inherited = batching_key(role)
-        raise ConfigError([f"{role}.forward_batching, with the values inherited from {inherited}: {error}"]) from error
+        raise ConfigError([_with_own_keys(config, role, str(error), forward=True)]) from error
 
 
 def own_forward_batching(config: Config, role: str) -> ForwardBatching:
@@ -95,14 +97,38 @@ def own_forward_batching(config: Config, role: str) -> ForwardBatching:
     return own.get(role, ForwardBatching())
 
 
-def _for_shared_rows(batching: Batching, parallel: Parallel) -> Batching:
+def _for_shared_rows(config: Config, role: str, batching: Batching) -> Batching:
     """Return the batching of microbatches whose tokens the ranks of `cp` share."""
+    parallel = role_parallel(config, role)
     chunks = chunks_of(parallel, parallel.cp)
+    if batching.share_prompts and chunks > 1:
+        key = f"{'actor' if own_parallel(config, role).cp_method is None else role}.parallel.cp_method"
+        raise PackingError(
+            f"batching.share_prompts=true, but {key}=all_gather cuts each sequence into {chunks} chunks, and sequences "
+            f"that share a prompt can't be cut one by one; set batching.share_prompts=false or {key}=ulysses"
+        )
     return batching.override(
         max_tokens=None if batching.max_tokens is None else batching.max_tokens * parallel.cp,
         pad_to_multiple=lcm(batching.pad_to_multiple, chunks),
         length_multiple=lcm(batching.length_multiple, chunks),
     )
+
+
+def _with_own_keys(config: Config, role: str, error: str, *, forward: bool) -> str:
+    """Return an error about a role's batching with the sections that set its keys, and a remedy in the role's own."""
+
+    def setting(key: re.Match[str]) -> str:
+        return f"{batching_section(config, role, key[1], forward=forward)}.{key[1]}"
+
+    def own(key: re.Match[str]) -> str:
+        return f"{role}.forward_batching.{key[1]}" if key[1] in passes else f"{batching_key(role)}.{key[1]}"
+
+    passes = ForwardBatching.model_fields if forward else ()
+    problem, semicolon, remedy = error.partition("; ")
+    text = f"{_KEY.sub(setting, problem)}{semicolon}{_KEY.sub(own, remedy)}"
+    inherited = batching_key(role) if forward else "batching"
+    section = f"{role}.forward_batching" if forward else batching_key(role)
+    return text if section == inherited else f"{section}, with the values inherited from {inherited}: {text}"
 
 
 def chunks_of(parallel: Parallel, cp: int) -> int:
@@ -125,6 +151,20 @@ def batching_key(role: str) -> str:
     if role == "actor":
         return "batching"
     return f"{role}.batching" if role in _WITH_SECTIONS else f"roles.{role}.batching"
+
+
+def batching_section(config: Config, role: str, name: str, *, forward: bool) -> str:
+    """Return the section that sets a key of a role's batching: its own, or one that it inherits from.
+
+    Args:
+        config: the whole configuration.
+        role: the role.
+        name: of the key, such as `max_tokens`.
+        forward: whether the batching is that of passes without gradients.
+    """
+    if forward and dict(own_forward_batching(config, role)).get(name) is not None:
+        return f"{role}.forward_batching"
+    return "batching" if dict(own_batching(config, role)).get(name) is None else batching_key(role)
 
 
 def own_batching(config: Config, role: str) -> RoleBatching:

@@ -98,7 +98,8 @@ class Batching:
             return
         if self.mode != "packed":
             raise PackingError(
-                f"batching.share_prompts=true needs batching.mode=packed, and it is {self.mode}; set one of them"
+                f"batching.share_prompts=true needs batching.mode=packed, and it is {self.mode}; set "
+                "batching.share_prompts=false or batching.mode=packed"
             )
         if self.equal_rows:
             raise PackingError(
@@ -107,10 +108,9 @@ class Batching:
             )
         if self.pad_to_multiple > 1:
             raise PackingError(
-                f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple} (or "
-                "raised to that by cp_method=all_gather): sequences that share a prompt can't be aligned one by one; "
-                "set batching.share_prompts=false, or batching.pad_to_multiple=1 (and with cp "
-                "actor.parallel.cp_method=ulysses)"
+                f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple}: "
+                "sequences that share a prompt can't be aligned one by one; set batching.share_prompts=false or "
+                "batching.pad_to_multiple=1"
             )
 
     @property

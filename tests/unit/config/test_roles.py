@@ -145,6 +145,7 @@ def test_a_built_in_role_has_one_home_for_its_batching(role, message):
 
 def test_what_a_role_inherits_has_to_go_with_what_it_sets():
     sections = {"batching": {"mode": "fixed", "max_tokens": None}, "reference": {"batching": {"mode": "packed"}}}
+    sections["algorithm"] = {"kl_coef": 0.1}
     with pytest.raises(
         ConfigError, match=r"reference\.batching, with the values inherited from batching: .*token budget"
     ):
