@@ -37,6 +37,7 @@ from rlpack.models.loading import build_from_config
 from rlpack.models.packed import language_model
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
+from rlpack.models.quantized import check_quantization, quantization_method
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.router_choice import check_routers
 from rlpack.models.text_settings import settings_of
@@ -70,12 +71,14 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
     Raises:
         ModelError: the model has no linear output layer, names no decoder layers, has experts of a size that PyTorch's
             grouped products refuse, or has recurrent layers or custom attention where a role packs; rows can be so long
-            that its rotary frequencies change; or it has no routers for `actor.moe`.
+            that its rotary frequencies change; it has no routers for `actor.moe`; or its weights are quantized and
+            can't be loaded, or not by vLLM as the trainer loads them.
     """
     output_head(model)
     decoder_layers(Policy(model))
     check_experts(config, model)
     if recipe_of(config).generates:
+        _check_engine_weights(config, model.config)
         check_engine(config, model.config)
         check_rollout_length(config, model.config)
         check_positions(model, *rollout_length(config))
@@ -140,8 +143,10 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
     """Raise if a role packs rows or splits them over ranks, and its model can't be run that way.
 
     Raises:
-        ModelError: packed rows can't be kept apart, or the ranks don't divide the attention heads.
+        ModelError: packed rows can't be kept apart, the ranks don't divide the attention heads, or its weights are
+            quantized in a way that can't be loaded.
     """
+    check_quantization(model.config, _source(config, role))
     kind = f"{type(model).__name__} ({model.config.model_type})"
     if runs_packed(config, role) and (reason := _unpackable(model)):
         parallel = role_parallel(config, role)
@@ -154,6 +159,25 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
         )
     if problem := split_sizes_problem(config, role, model):
         raise ModelError(f"{kind} {problem}")
+
+
+def _source(config: Config, role: str) -> str:
+    """Return the key and the path of a role's model, for errors."""
+    path = {"critic": config.critic.path, "reward_model": config.reward_model.path}.get(role)
+    return f"model.path ({config.model.path!r})" if path is None else f"{role}.path ({path!r})"
+
+
+def _check_engine_weights(config: Config, model: PreTrainedConfig) -> None:
+    """Raise if vLLM would keep the policy's weights quantized, which then can't take the trainer's.
+
+    Raises:
+        ModelError: they are quantized, and the engine is vLLM.
+    """
+    if config.rollout.engine == "vllm" and (method := quantization_method(model)) is not None:
+        raise ModelError(
+            f"{_source(config, 'actor')} has weights that are quantized by {method}; vLLM would keep them quantized, "
+            "and can't take the trainer's; set rollout.engine=hf, or a model whose weights aren't quantized"
+        )
 
 
 def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:

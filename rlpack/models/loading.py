@@ -35,6 +35,7 @@ from rlpack.models.errors import (
 )
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.models.new_config import new_config
+from rlpack.models.quantized import dequantizing_arguments, forget_quantization
 from rlpack.models.stored_weights import check_missing
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.user_code import UserCode, UserCodeError
@@ -88,7 +89,7 @@ def build_causal_lm(
                 f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
                 "has its own config, so set only one of them"
             )
-        arguments = _without_adapter_lookup(hub_arguments(model.path, model, key))
+        arguments = hub_arguments(model.path, model, key)
         built = _load_weights(AutoModelForCausalLM, model.path, key, arguments, attention_name)
     check_vocabulary(built, vocab_size)
     return cast(PreTrainedModel, nn.Module.to(built, device))
@@ -136,7 +137,6 @@ def load_classifier(
     assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
     arguments = hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
-    arguments = _without_adapter_lookup(arguments)
     built = _load_weights(AutoModelForSequenceClassification, settings.path, key, arguments, attention_name)
     linear_head(built)
     check_vocabulary(built, vocab_size)
@@ -335,15 +335,20 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
 
 def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], attention_name: str) -> PreTrainedModel:
     """Load fp32 weights from safetensors, with an attention implementation."""
-    options = arguments | {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    config, source = _load(AutoConfig, name, key, arguments), f"{key} ({name!r})"
+    options = _without_adapter_lookup(arguments)
+    options |= {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
 
     def load(implementation: str) -> PreTrainedModel:
-        built, report = _load(kind, name, key, options | {"attn_implementation": implementation})
+        quantization = dequantizing_arguments(config, source)
+        built, report = _load(kind, name, key, options | quantization | {"attn_implementation": implementation})
         # transformers initializes weights that the files lack at random, and only logs that.
         check_missing(report, built, name, key)
+        if quantization:
+            forget_quantization(built)
         return built
 
-    return with_attention(load, attention_name, f"{key} ({name!r})")
+    return with_attention(load, attention_name, source)
 
 
 def with_attention(build: Callable[[str], PreTrainedModel], name: str, source: str) -> PreTrainedModel:

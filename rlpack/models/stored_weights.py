@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlpack.models.errors import ModelError
 from rlpack.models.file_names import INDEX, WEIGHTS
+from rlpack.models.quantized import dequantizing_arguments
 from rlpack.safe_files import read_object
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
     if shapes is None:
         return
     try:
-        built, report = load_on_meta(type(model), copy.deepcopy(model.config), shapes)
+        quantization = dequantizing_arguments(model.config, source)
+        built, report = load_on_meta(type(model), copy.deepcopy(model.config), shapes, **quantization)
     except Exception as error:  # noqa: BLE001 - the ranks report failures of the loader
         _log.debug("the weights of %s can't be checked by their headers: %s", source, error)
         return

@@ -2,6 +2,7 @@ import itertools
 import re
 
 import pytest
+from transformers import AutoConfig
 
 from rlpack.config.layout_sizes import layout_fits, with_sizes
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
@@ -330,3 +331,24 @@ def test_rows_longer_than_learned_positions_are_refused():
 def test_a_leak_as_small_as_rounding_at_the_start_is_found():
     with pytest.raises(IsolationError, match="rows see each other"):
         check(LFM2_MOE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "message"),
+    [
+        ({"quant_method": "fp8"}, "hf", None),
+        ({"quant_method": "fp8"}, "vllm", "quantized by fp8; vLLM would keep .* set rollout.engine=hf"),
+        ({"quant_method": "gptq", "bits": 4}, "hf", r"model.path \('.*'\) has weights that are quantized by gptq"),
+        ({"load_in_4bit": True}, "hf", "quantized by bitsandbytes"),
+    ],
+)
+def test_quantized_weights_that_cannot_be_trained_are_refused(tmp_path, settings, engine, message):
+    shape = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2, "vocab_size": 53, "head_dim": 64}
+    AutoConfig.for_model("qwen3", **shape, quantization_config=settings).save_pretrained(tmp_path)
+    config = tiny_config(model=Model(path=str(tmp_path)), actor=Actor(), rollout=Rollout(engine=engine))
+    model = build_meta_model(config.model, vocab_size=53)
+    if message is None:
+        check_architecture(config, model)
+        return
+    with pytest.raises(ModelError, match=message):
+        check_architecture(config, model)
