@@ -23,6 +23,9 @@ from rlpack.config.schema import Config, RoleBatching
 from rlpack.config.token_budgets import batchings, holds, slots_of, with_microbatches
 from rlpack.packing.batching import Batching
 
+# Roles whose batching has to drop the same tokens.
+_CUT_ALIKE = ("actor", "critic", "reference")
+
 
 def own_batching_problems(config: Config) -> Iterator[str]:
     """Refuse values of started roles that conflict with inherited ones, and batching of built-in roles in `roles`."""
@@ -45,7 +48,7 @@ def own_batching_problems(config: Config) -> Iterator[str]:
 def cut_problems(config: Config) -> Iterator[str]:
     """Refuse a critic or a reference that drops or truncates other rows than the actor, and passes that do so."""
     cuts = {}
-    for role in ("actor", "critic", "reference"):
+    for role in _CUT_ALIKE:
         if role not in started_roles(config):
             continue
         try:
@@ -120,7 +123,6 @@ def token_budget_problems(config: Config) -> Iterator[str]:
         return
     longest = longest_rollout(config)
     for role in with_microbatches(config):
-        overlong = "batching" if own_batching(config, role).overlong is None else batching_key(role)
         for batching, forward in batchings(config, role):
             if holds(batching, longest):
                 continue
@@ -130,12 +132,25 @@ def token_budget_problems(config: Config) -> Iterator[str]:
             shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
             fitting = cp_for(config, role, longest, forward=forward)
             way_out = "" if fitting is None else f"share it among ranks by {fitting}, "
+            overlong = _overlong_remedy(config, role)
             yield (
                 f"{key}.max_tokens is {batching.max_tokens // cp} for the role {role}{shared}, under the "
                 f"{slots_of(batching, longest)} slots that the longest sequence takes (data.max_prompt_tokens "
                 f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {config.rollout.max_new_tokens}); raise it, "
-                f"{way_out}lower one of the two, or set {overlong}.overlong=truncate"
+                f"{way_out}lower one of the two, or set {overlong}"
             )
+
+
+def _overlong_remedy(config: Config, role: str) -> str:
+    """Return how to allow sequences over a role's budget: by cutting them, or, where roles have other budgets, not."""
+    section = batching_section(config, role, "overlong", forward=False)
+    if section == "batching":
+        changed = config.model_copy(update={"batching": config.batching.override(overlong="truncate")})
+        if not any(cut_problems(changed)):
+            return "batching.overlong=truncate"
+    elif role not in _CUT_ALIKE:
+        return f"{section}.overlong=truncate"
+    return f"{section}.overlong=own_microbatch"
 
 
 def _own_value(config: Config, role: str, name: str, *, forward: bool) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import role_batching
 from rlpack.config.validate import validate
@@ -34,7 +35,34 @@ def test_a_budget_of_its_own_holds_the_longest_rollout(role: str, max_tokens: in
     else:
         expected = f"{role}.forward_batching.max_tokens is 767 for the role {role}, under the 768 slots"
         assert found.startswith(expected)
-        assert "or set batching.overlong=truncate" in found
+        assert found.endswith("or set batching.overlong=own_microbatch")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedies"),
+    [
+        (["batching.max_tokens=64"], {"batching.overlong=truncate"}),
+        (["reference.batching.max_tokens=64"], {"batching.overlong=own_microbatch"}),
+        (["actor.forward_batching.max_tokens=64"], {"batching.overlong=own_microbatch"}),
+        (["batching.max_tokens=64", "reference.batching.max_tokens=4000"], {"batching.overlong=own_microbatch"}),
+        (["batching.max_tokens=64", "reference.batching.mode=dynamic"], {"batching.overlong=own_microbatch"}),
+        (
+            ["batching.max_tokens=64", "reference.batching.overlong=error"],
+            {"batching.overlong=own_microbatch", "reference.batching.overlong=own_microbatch"},
+        ),
+        (["roles.j.target=a.b:C", "roles.j.batching.max_tokens=64"], {"batching.overlong=truncate"}),
+        (
+            ["roles.j.target=a.b:C", "roles.j.batching.max_tokens=64", "roles.j.batching.overlong=error"],
+            {"roles.j.batching.overlong=truncate"},
+        ),
+    ],
+)
+def test_overlong_sequences_are_allowed_as_the_error_says(overrides: list[str], remedies: set[str]):
+    overrides = [*overrides, "algorithm.kl_coef=0.1"]
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert {problem.rpartition("or set ")[2] for problem in caught.value.problems} == remedies
+    compose([*overrides, *remedies])
 
 
 def test_an_alignment_of_its_own_counts_against_the_inherited_budget():

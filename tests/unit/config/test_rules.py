@@ -55,9 +55,9 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
 
 def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
     own = {"reference": {"batching": {"max_tokens": 8, "overlong": "error"}}, "algorithm": {"kl_coef": 0.1}}
-    assert "set reference.batching.overlong=truncate" in broken(**own)
+    assert "set reference.batching.overlong=own_microbatch" in broken(**own)
     own["reference"]["batching"].pop("overlong")
-    assert "set batching.overlong=truncate" in broken(**own)
+    assert "set batching.overlong=own_microbatch" in broken(**own)
 
 
 @pytest.mark.parametrize(
