@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
+from rlpack.config.layout_sizes import layout_fits
+from rlpack.config.model_sizes import model_fits
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import pool_of, scores, started_roles
-from rlpack.config.schema import Config
+from rlpack.config.reward_rules import CALLS_SERVER
+from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, scores, started_roles
+from rlpack.config.schema import Config, builtin_roles
 
 # Called by the thread that draws, not while an earlier batch is trained on.
 _DRAWING = ("rollout", "reward")
@@ -44,15 +47,30 @@ def ahead_warnings(config: Config) -> Iterator[str]:
         pool = pool_of(config, role)
         busy = [one for one in roles if one != "rollout" and not scores(config, one) and pool_of(config, one) == pool]
         if busy and pool != engines:
-            way_out = (
-                f"set placement.roles.{role}={engines}"
-                if role in _DRAWING
-                else f"give it its own pool: placement.pools.{role}.ranks=1 placement.roles.{role}={role}"
-            )
+            # A rank of engines with several GPUs can't have further roles.
+            joins = role in _DRAWING and gpus_per_rank(config, "rollout") <= 1
+            way_out = f"set placement.roles.{role}={engines}" if joins else _own_pool(config, role)
             yield (
                 f"trainer.lead is {config.trainer.lead}, but the role {role} scores in the pool {pool!r}, which also "
                 f"runs {', '.join(busy)}: scores of the next batch wait for every update; {way_out}"
             )
+
+
+def _own_pool(config: Config, role: str) -> str:
+    """Return how to give a role its own pool, with the fewest ranks that its layout fits."""
+    placement, present = config.placement, config.placement.pools[pool_of(config, role)]
+    name = f"{role}_scores" if role in placement.pools else role
+    on_cpu = config.roles[role].target in (builtin_roles()["reward"].target, *CALLS_SERVER)
+    settings = {"ranks": 1, "gpus_per_rank": 0.0 if on_cpu else present.gpus_per_rank}
+    for ranks in range(1, present.ranks + 1) if role in WITH_LAYOUTS else ():
+        pools = {**placement.pools, name: present.model_copy(update={"ranks": ranks})}
+        moved = placement.model_copy(update={"pools": pools, "roles": {**placement.roles, role: name}})
+        changed = config.model_copy(update={"placement": moved})
+        if layout_fits(changed, role) and model_fits(changed, role, ranks):
+            settings["ranks"] = ranks
+            break
+    keys = " ".join(f"placement.pools.{name}.{key}={value:g}" for key, value in settings.items() if value)
+    return f"give it its own pool: {keys} placement.roles.{role}={name}"
 
 
 def _publish_problems(config: Config) -> Iterator[str]:

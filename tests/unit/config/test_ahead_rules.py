@@ -1,10 +1,12 @@
 """What `trainer.lead` needs: a recipe that takes its batches early, and engines that nothing else waits for."""
 
+import re
 from typing import Any
 
 import pytest
 
 from rlpack.config.ahead_rules import ahead_problems, ahead_warnings
+from rlpack.config.compose import compose
 from rlpack.config.recipes import RecipeSpec
 from rlpack.config.schema import Config, Placement, Pool, Role, Rollout, Trainer
 from rlpack.config.sections.value_models import RewardModel
@@ -173,6 +175,53 @@ def test_a_reward_model_and_a_judge_in_the_pool_that_trains_are_a_warning_with_t
         assert text.endswith(f"placement.pools.{role}.ranks=1 placement.roles.{role}={role}")
     moved = scoring(apart | {"judge": "spare", "reward_model": "spare"}, roles=roles, reward_model=model)
     assert list(ahead_warnings(moved)) == []
+
+
+APART_FROM_TRAINING = ("placement=two_pools", "trainer.lead=1")
+ON_GPUS = ("placement.pools.main.gpus_per_rank=1", "rollout=vllm", "placement.pools.engines.gpus_per_rank=2")
+MODEL = "reward_model.path=org/model"
+JUDGE = ("roles.judge.target=rlpack.workers.judge:JudgeWorker", "judge.url=http://a/v1", "judge.model=m")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pool", "expected"),
+    [
+        (["placement.roles.reward=main"], "engines", Pool(ranks=1)),
+        # Engines with several GPUs per rank share their pool with no role.
+        ([*ON_GPUS, "placement.roles.reward=main"], "reward", Pool(ranks=1)),
+        ([*ON_GPUS, "placement.roles.reward=main", MODEL], "reward_model", Pool(ranks=1, gpus_per_rank=1)),
+        ([*ON_GPUS, "placement.roles.reward=main", *JUDGE], "judge", Pool(ranks=1)),
+        ([MODEL], "reward_model", Pool(ranks=1)),
+        (["placement.pools.main.ranks=4", "actor.parallel.tp=2", MODEL], "reward_model", Pool(ranks=2)),
+        (
+            ["placement.pools.main.ranks=4", "actor.parallel.tp=2", "reward_model.parallel.tp=1", MODEL],
+            "reward_model",
+            Pool(ranks=1),
+        ),
+        (["placement.pools.main.ranks=4", "actor.parallel.dp_shard=4", MODEL], "reward_model", Pool(ranks=4)),
+        (
+            [MODEL, "placement.pools.reward_model.ranks=3", "placement.roles.reward=reward_model"],
+            "reward_model_scores",
+            Pool(ranks=1),
+        ),
+        (
+            [*ON_GPUS, "roles.mine.target=a:B", "placement.roles.reward=main"],
+            "mine",
+            Pool(ranks=1, gpus_per_rank=1),
+        ),
+    ],
+)
+def test_the_proposed_pools_are_allowed_and_leave_nothing_that_waits(overrides: list[str], pool: str, expected: Pool):
+    command = [*APART_FROM_TRAINING, *overrides]
+    for _ in range(3):  # one role after the other
+        if not (warnings := list(ahead_warnings(compose(command)))):
+            break
+        remedy = re.search(r"(?:set|its own pool:) (placement\.\S+=.*)$", warnings[0])
+        assert remedy is not None
+        command += remedy[1].split(" ")
+    config = compose(command)
+    assert list(ahead_warnings(config)) == []
+    assert config.placement.pools[pool] == expected
 
 
 def scoring(pools: dict[str, str], lead: int = 1, **sections: Any) -> Config:
