@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -327,7 +327,7 @@ def _needed_prefix(model: PreTrainedModel) -> str:
     """
     if language_model(model) is not model or type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return ""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    kind = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(model.config)]
     return "" if kind.base_model_prefix == model.base_model_prefix else f"{model.base_model_prefix}."
 
 
