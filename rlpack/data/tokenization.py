@@ -214,13 +214,14 @@ def _encode_texts(
     if specials is None:
         return encoded
     checked = {*specials.spellings, specials.unknown}
+    counts = [sum(map(checked.__contains__, ids)) for ids in encoded]
+    if not any(counts):
+        return encoded
     around = tokenizer("", add_special_tokens=add_special_tokens)["input_ids"]
     num_around = sum(map(checked.__contains__, around))
     return [
-        ids
-        if sum(map(checked.__contains__, ids)) <= num_around
-        else _spell_specials(tokenizer, text, place, ids, specials)
-        for text, place, ids in zip(texts, places, encoded, strict=True)
+        ids if count <= num_around else _spell_specials(tokenizer, text, place, ids, specials)
+        for text, place, ids, count in zip(texts, places, encoded, counts, strict=True)
     ]
 
 
