@@ -152,7 +152,7 @@ def _score_concurrently(
     """Await all rows concurrently, each for at most the function's deadline."""
     import asyncio  # costs every process 40 ms
 
-    from rlpack.rewards.pool.event_loop import run_until_complete
+    from rlpack.rewards.pool.shared_loop import run_until_complete
 
     async def score(row: int) -> None:
         limit = asyncio.timeout(loaded.timeout_s)
@@ -184,7 +184,7 @@ def _await_if_needed(value: Any) -> Any:
     """Return a value, or the result of an awaitable."""
     if not isawaitable(value):
         return value
-    from rlpack.rewards.pool.event_loop import run_until_complete
+    from rlpack.rewards.pool.shared_loop import run_until_complete
 
     async def wait() -> Any:
         return await value
