@@ -14,8 +14,8 @@ import rlpack
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.parameters import check_limits, check_parameters, no_function_error
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import is_builtin, started_roles
-from rlpack.config.schema import Config
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config, builtin_roles
 from rlpack.startup.annotations import is_wrong
 from rlpack.startup.user_sources import Uncertain, count_bindings, parse_module, words_of
 
@@ -45,7 +45,8 @@ def check_function_sources(config: Config) -> None:
 
 def judges_advantage(config: Config) -> bool:
     """Return whether an advantage function is used and its columns are known; a user's role may add any column."""
-    has_own_roles = not all(is_builtin(name) for name in started_roles(config))
+    built_in = {role.target for role in builtin_roles().values()}
+    has_own_roles = any(config.roles[name].target not in built_in for name in started_roles(config))
     return "algorithm.advantage" not in recipe_of(config).ignores and not has_own_roles
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.registry import ADVANTAGES, LOSSES, find_loss
-from rlpack.config.schema import Algorithm, Config
+from rlpack.config.schema import Algorithm, Config, Role, builtin_roles
 from rlpack.startup.function_sources import _built_in, check_function_sources, parameters_of
 
 # What may have the parameters, or can't be told without importing it.
@@ -52,3 +52,13 @@ def test_a_function_that_is_certainly_wrong_is_refused_as_after_its_import(tmp_p
         find_loss(settings.loss, arguments, dict(settings))
     assert str(early.value) == str(late.value)
     sys.modules.pop("a_wrong_loss")
+
+
+def test_a_judge_in_place_of_the_reward_functions_may_add_any_column(tmp_path, monkeypatch):
+    (tmp_path / "an_advantage.py").write_text("def f(rewards, reward_of_style): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = Algorithm(advantage="an_advantage:f")
+    with pytest.raises(AlgorithmError, match="reward_of_style"):
+        check_function_sources(Config(algorithm=settings))
+    roles = builtin_roles() | {"reward": Role(target="rlpack.workers.judge:JudgeWorker")}
+    check_function_sources(Config(algorithm=settings, roles=roles))
