@@ -5,6 +5,7 @@ A reader yields each row with its place (`file:line`, or `name, row k`), which e
 
 import importlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -84,9 +85,6 @@ def load_prompts(
         for key, column in needed.items():
             if column not in row:
                 raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
-        demonstration = row.get(completion_column) if completion_column else None
-        if completion_column in needed.values() or demonstration is not None:
-            check_text(demonstration, f"{place}: {completion_column}")
         answer = row[answer_column] if answer_column else None
         shapes.setdefault(_shape(answer), f"{place}: {answer_column} is {_brief(answer)}")
         if len(shapes.keys() - {"null"}) > 1:
@@ -99,11 +97,19 @@ def load_prompts(
                 uid=_uid(row, place, f"{split}-{number}"),
                 prompt=check_prompt(row[prompt_column], f"{place}: {prompt_column}"),
                 answer=answer,
-                demonstration=demonstration,
+                demonstration=_demonstration(row, place, completion_column, use),
                 columns={name: value for name, value in row.items() if name not in {*named.values(), "uid"}},
             )
         )
     return PromptDataset(source, examples)
+
+
+def _demonstration(row: Mapping[str, Any], place: str, column: str | None, use: SplitUse) -> str | None:
+    """Return the demonstration in a row's column; where none is needed, None if it is missing or blank."""
+    if column is None or (row.get(column) is None and not use.needs_demonstrations):
+        return None
+    text = check_text(row[column], f"{place}: {column}", allow_blank=not use.needs_demonstrations)
+    return text if text.strip() else None
 
 
 def _shape(answer: Any) -> str:
@@ -260,7 +266,7 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
     try:
         table = _with_encoded_files(datasets.load_dataset(source, split=split))
         for number, row in enumerate(table):
-            yield f"{source}, row {number}", dict(row)
+            yield f"{source}, row {number}", _with_local_files(dict(row), table.features)
     except Exception as error:  # every kind of file has its own errors; so do broken rows, shards and scripts
         raise DataError(
             f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; "
@@ -270,7 +276,7 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
 
 
 def _with_encoded_files(table: Any) -> Any:
-    """Return a table of `datasets` whose images, sounds and other files are bytes or paths.
+    """Return a table of `datasets` whose images, sounds and other files are not decoded.
 
     Decoded ones differ between processes, so that a resumed run would take the rows for others.
     """
@@ -292,6 +298,26 @@ def _encoded(feature: Any) -> Any:
     options = {option.name for option in fields(feature)}
     is_json = type(feature).__name__ == "Json"  # objects that are stored as text
     return replace(feature, decode=False) if "decode" in options and not is_json else feature
+
+
+def _with_local_files(value: Any, feature: Any) -> Any:
+    """Return a value of an encoded feature in which local files are bytes and a name.
+
+    Otherwise a copy of the folder, or of the Hub's cache, would have other rows.
+    """
+    import datasets
+
+    if value is None:
+        return None
+    if isinstance(feature, dict):
+        return {name: _with_local_files(value[name], inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return [_with_local_files(item, feature.feature) for item in value]
+    is_file = vars(feature).get("decode") is False
+    match value:
+        case {"bytes": None, "path": str(path)} if is_file and os.path.isabs(path) and os.path.isfile(path):
+            return {"bytes": Path(path).read_bytes(), "path": os.path.basename(path)}
+    return value
 
 
 def _reason(error: Exception) -> str:

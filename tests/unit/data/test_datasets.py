@@ -10,9 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
 from rlpack.data.datasets import Example, SplitUse, load_prompts
+from rlpack.data.prompts import Prompts
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 
@@ -166,6 +169,8 @@ def test_uids_are_distinct(tmp_path):
 
 
 def test_a_demonstration_must_be_text(tmp_path):
+    with pytest.raises(DataError, match=r":1: worked is blank \(' '\); remove the row"):
+        load(jsonl(tmp_path, {**GOOD, "worked": " "}), completion_column="worked")
     with pytest.raises(DataError, match=r":1: worked is None"):
         load(jsonl(tmp_path, {**GOOD, "worked": None}), completion_column="worked")
     with pytest.raises(DataError, match=r"no column 'worked'; it has .*; set data.completion_column"):
@@ -174,9 +179,13 @@ def test_a_demonstration_must_be_text(tmp_path):
 
 def test_demonstrations_that_a_split_does_not_need_may_be_missing(tmp_path):
     use = SplitUse("data.validation_source", "data.validation_split", needs_demonstrations=False)
-    source = jsonl(tmp_path, GOOD, {**GOOD, "worked": None}, {**GOOD, "worked": "1+1=2"})
+    texts = [None, "", " \n", "1+1=2", " 1+1=2\n"]
+    source = jsonl(tmp_path, GOOD, *({**GOOD, "worked": text} for text in texts))
     loaded = load(source, completion_column="worked", use=use)
-    assert [(example.demonstration, example.columns) for example in loaded] == [(None, {}), (None, {}), ("1+1=2", {})]
+    assert [example.demonstration for example in loaded] == [None, None, None, None, "1+1=2", " 1+1=2\n"]
+    assert [example.columns for example in loaded] == [{}] * 6
+    answers = load(jsonl(tmp_path, GOOD, {**GOOD, "answer": None}), completion_column="answer", use=use)
+    assert [(example.answer, example.demonstration) for example in answers] == [("2", "2"), (None, None)]
     with pytest.raises(DataError, match=r":1: worked is 7 \(int\); it must be text"):
         load(jsonl(tmp_path, {**GOOD, "worked": 7}), completion_column="worked", use=use)
 
@@ -278,6 +287,46 @@ def test_images_and_sounds_of_a_dataset_stay_bytes(tmp_path, monkeypatch):
     first, second = load(str(tmp_path / "data"))
     assert first.columns == files
     assert second.columns["image"] is None
+
+
+def test_files_of_a_folder_are_bytes_wherever_the_folder_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"file_name": f"{number}.gif", **GOOD} for number in range(2)]
+    for name in ("a", "b"):
+        folder = tmp_path / name / "train"
+        folder.mkdir(parents=True)
+        (folder / "0.gif").write_bytes(b"GIF89a zero")
+        (folder / "1.gif").write_bytes(b"GIF89a one")
+        (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    first, second = load("a"), load(str(tmp_path / "b"))
+    assert [example.columns["image"] for example in first] == [
+        {"bytes": b"GIF89a zero", "path": "0.gif"},
+        {"bytes": b"GIF89a one", "path": "1.gif"},
+    ]
+    fingerprints = [
+        Prompts(data.examples, Ragged.from_rows([[1], [2]], torch.int64)).fingerprint for data in (first, second)
+    ]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_local_files_in_lists_and_objects_become_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "page.gif").write_bytes(b"GIF89a")
+    image = datasets.Image()
+    kinds = {"pages": datasets.List(image), "parts": {"left": image, "note": datasets.Value("string")}}
+    local, url = (
+        {"bytes": None, "path": path} for path in (str(tmp_path / "page.gif"), "https://example.org/page.gif")
+    )
+    files = {"pages": [local, url, None], "parts": {"left": local, "note": "n"}}
+    features = datasets.Features({**dict.fromkeys(GOOD, datasets.Value("string")), **kinds})
+    (tmp_path / "data").mkdir()
+    table = pa.Table.from_pylist([GOOD | files, GOOD | {"pages": None, "parts": None}], schema=features.arrow_schema)
+    pq.write_table(table, tmp_path / "data" / "train.parquet")
+    first, second = load(str(tmp_path / "data"))
+    read = {"bytes": b"GIF89a", "path": "page.gif"}
+    assert first.columns == {"pages": [read, url, None], "parts": {"left": read, "note": "n"}}
+    assert second.columns["pages"] is None
 
 
 def test_objects_of_several_shapes_in_a_folder_stay_objects(tmp_path, monkeypatch):
