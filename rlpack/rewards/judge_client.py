@@ -119,9 +119,14 @@ def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
     """Check that a prompt template names existing columns, and the response.
 
     Raises:
-        RewardError: a named column doesn't exist, or `{completion}` isn't named.
+        RewardError: a named column doesn't exist, `{completion}` isn't named, or `{max_score}` is a column, too.
     """
     names, known = placeholders(prompt_template), {"prompt", "completion", *columns}
+    if _MAX_SCORE in known and any(name == _MAX_SCORE for _, name, _, _ in string.Formatter().parse(prompt_template)):
+        raise RewardError(
+            f"judge.prompt_template names {{{_MAX_SCORE}}}, which is judge.max_score, but the dataset has a column "
+            f"{_MAX_SCORE}; rename the column, or write the number into the template"
+        )
     missing = [name for name in names if name not in known]
     if missing:
         raise RewardError(f"judge.prompt_template names {{{missing[0]}}}; the dataset has the columns {sorted(known)}")

@@ -252,3 +252,6 @@ def test_a_template_names_columns_that_exist():
         check_prompt_template("{completion} {anser}", ["answer"])
     with pytest.raises(RewardError, match=r"doesn't name \{completion\}"):
         check_prompt_template("{prompt}", [])
+    check_prompt_template("{completion} of 10", ["max_score"])
+    with pytest.raises(RewardError, match=r"names \{max_score\}, which is judge\.max_score, but .* a column max_score"):
+        check_prompt_template("{completion} of {max_score}", ["max_score"])
