@@ -9,10 +9,11 @@ from pathlib import Path
 
 from rlpack.user_code import find_user_module
 
-# Names by which a module or class may define more than its statements show.
+# Names by which a module or class may define more than its statements show, or change a function's parameters.
 DYNAMIC = {
     *("setattr", "globals", "locals", "vars", "exec", "eval", "import_module"),
     *("__getattr__", "__init_subclass__", "__dict__", "__import__"),
+    *("__signature__", "__wrapped__", "update_wrapper"),
 }
 
 

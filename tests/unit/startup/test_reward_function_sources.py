@@ -57,6 +57,20 @@ def test_a_function_whose_parameters_are_uncertain_is_left_to_the_job(module, na
     assert signature_in_source("reward.function", f"{module}:{name}") is None
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "odd.__signature__ = inspect.signature(lambda completion: None)",
+        "odd.__wrapped__ = lambda completion: None",
+        "functools.update_wrapper(odd, lambda completion: None)",
+    ],
+)
+def test_a_function_whose_signature_is_assigned_is_left_to_the_job(module, tmp_path, statement):
+    (tmp_path / f"{module}.py").write_text(f"import functools, inspect\ndef odd(text): ...\n{statement}\n")
+    assert signature_in_source("reward.function", f"{module}:odd") is None
+    assert read_signature(resolve(f"{module}:odd")).texts
+
+
 def test_the_module_is_not_imported(module, tmp_path):
     (tmp_path / f"{module}.py").write_text("import nowhere_installed\n\ndef score(completion): ...\n")
     assert signature_in_source("reward.function", f"{module}:score") is not None
