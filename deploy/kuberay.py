@@ -71,7 +71,7 @@ def _needs_upload(config: Config) -> Iterator[str]:
         "reward_model.path": config.reward_model.path,
     }
     for key, source in sources.items():
-        if source is not None and _is_relative_path(source):
+        if source not in (None, "arithmetic") and _is_relative_path(source):
             yield (
                 f"{key} is {source!r}, but a manifest uploads nothing; put it on the volume or into the image, and set "
                 "its absolute path"
@@ -85,16 +85,19 @@ def _needs_upload(config: Config) -> Iterator[str]:
 
 
 def _is_only_here(module: str) -> bool:
-    """Return whether a module that was found is only in the working directory, which isn't on Python's path."""
-    file = find_module_file(module)  # None, unless the module was imported already
-    return file is None or (
-        file.is_relative_to(Path.cwd()) and not any(file.is_relative_to(os.path.abspath(folder)) for folder in sys.path)
-    )
+    """Return whether a module that was found is only in the working directory, which isn't on Python's path now."""
+    top = module.partition(".")[0]
+    imported = sys.modules.pop(top, None)  # else it is found where it was imported from
+    try:
+        return find_module_file(module) is None
+    finally:
+        if imported is not None:
+            sys.modules[top] = imported
 
 
 def _is_relative_path(source: str) -> bool:
     """Return whether a source is certainly a relative path, and no name on the Hub."""
-    is_path = source.endswith(DATA_FILES) or source.startswith(("./", "../"))
+    is_path = source.endswith(DATA_FILES) or source.startswith(("./", "../")) or os.path.exists(source)
     return is_path and not os.path.isabs(os.path.expanduser(source))
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -143,6 +144,11 @@ def test_a_run_that_cannot_be_is_refused_before_kubernetes_sees_it(kuberay, caps
         ),
         (("evaluation.sets.hard.source=hard.parquet",), ["evaluation.sets.hard.source is 'hard.parquet'"]),
         (("model=pretrained", "model.path=./mine"), ["model.path is './mine', but a manifest uploads nothing"]),
+        (("model=pretrained", "model.path=inner"), ["model.path is 'inner', but a manifest uploads nothing"]),
+        (
+            ("data=jsonl", "data.source=inner", "data.validation_source=owner/rows"),
+            ["data.source is 'inner', but a manifest uploads nothing; put it on the volume or into the image"],
+        ),
         (
             ("reward.function=only_here:score", "roles.judge.target=only_here:Judge"),
             [
@@ -167,6 +173,32 @@ def test_a_run_that_needs_an_upload_is_refused(kuberay, capsys, tmp_path, monkey
     assert heard.err.startswith("deploy/kuberay.py: ")
     for message in messages:
         assert message in heard.err
+
+
+def test_an_editable_package_of_the_working_directory_is_installed(kuberay, capsys, tmp_path, monkeypatch):
+    class Editable:
+        """Finds packages as setuptools' finder of editable installs does: without an entry on Python's path."""
+
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            file = tmp_path / "edited_here" / "__init__.py"
+            return spec_from_file_location(name, file) if name == "edited_here" else None
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "edited_here").mkdir()
+    (tmp_path / "edited_here" / "__init__.py").touch()
+    (tmp_path / "edited_here" / "rewards.py").write_text("def score(completion): ...\n")
+    words = ("--", "run_dir=/shared/mine", "reward.function=edited_here.rewards:score")
+    assert kuberay.main([*RUN, *words]) == 2
+    assert "reward.function is 'edited_here.rewards:score', whose module is only in" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    assert config_of(written(kuberay, capsys, *words)).reward.function == "edited_here.rewards:score"
+
+
+def test_a_folder_named_as_the_generator_is_not_the_data(kuberay, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arithmetic").mkdir()
+    assert config_of(written(kuberay, capsys, "--", "run_dir=/shared/mine")).data.source == "arithmetic"
 
 
 def test_files_of_the_nodes_and_of_the_hub_need_no_upload(kuberay, capsys):
