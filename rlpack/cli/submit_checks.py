@@ -1,6 +1,6 @@
 """Checks of a job where it is submitted: its config, and the files that its upload must contain.
 
-Models, absolute paths and datasets of the Hub are left to the job, and no reward function is imported.
+Existing models, absolute paths and datasets of the Hub are left to the job, and no reward function is imported.
 """
 
 import os
@@ -16,6 +16,7 @@ from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.upload import Upload, list_upload
+from rlpack.path_suggestions import DATA_FILES
 from rlpack.startup.first_checks import check_new_model, check_uploaded
 from rlpack.user_code import UserCode, find_module_file
 
@@ -51,7 +52,7 @@ def checked_upload(config: Config) -> Upload | None:
 
     Raises:
         ConfigError: the folder exceeds Ray's limit, or a module in it would not be uploaded.
-        DataError: a data file with a relative path would not be uploaded.
+        DataError: a data file or folder with a relative path would not be uploaded.
         ValueError: another error that `rlpack train` would find in the uploaded files.
     """
     if config.job.working_dir is None:
@@ -111,21 +112,33 @@ def _is_left_out(file: Path, upload: Upload) -> bool:
 
 
 def _missing_files(config: Config, upload: Upload) -> Iterator[str]:
-    """Yield a problem for each data file that would be missing in the job's working directory."""
+    """Yield a problem for each data file or folder that would be missing in the job's working directory."""
     sources: Mapping[str, str | None] = {
         "data.source": config.data.source,
         "data.validation_source": config.data.validation_source,
         **evaluation_sets.sources(config),
     }
     for key, source in sources.items():
-        if source is None or not source.endswith((".jsonl", ".parquet")) or Path(source).expanduser().is_absolute():
-            continue  # on the nodes, or not a file
-        if Path(os.path.normpath(source)) in upload.sizes:
+        if source in (None, "arithmetic") or Path(source).expanduser().is_absolute():
+            continue  # generated, or on the nodes
+        is_folder = (upload.folder / source).is_dir()
+        if not is_folder and not source.endswith(DATA_FILES):
+            continue  # on the Hub
+        path = Path(os.path.normpath(source))
+        if any(file.is_relative_to(path) for file in upload.sizes):
             continue
-        reason = (
-            "an ignore file or job.excludes matches it" if (upload.folder / source).is_file() else "it doesn't exist"
-        )
+        kind = "folder" if is_folder else "file"
         yield (
-            f"{key} is {source!r}, which would not be uploaded with {upload.folder}: {reason}; put it there, or "
-            "set the absolute path of a file on storage that the nodes share"
+            f"{key} is {source!r}, which would not be uploaded with {upload.folder}: {_why_missing(path, upload)}; put "
+            f"it there, or set the absolute path of a {kind} on storage that the nodes share"
         )
+
+
+def _why_missing(path: Path, upload: Upload) -> str:
+    """Return why no file of a relative path is uploaded."""
+    if path.parts[:1] == ("..",):
+        return "it is outside of that folder"
+    place = upload.folder / path
+    if place.is_dir():
+        return "it is empty, or an ignore file or job.excludes matches its files"
+    return "an ignore file or job.excludes matches it" if place.exists() else "it doesn't exist"

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from aiohttp import ClientConnectionError
 
@@ -32,6 +34,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
     (tmp_path / "rows.jsonl").write_text(32 * (json.dumps(ROW) + "\n"))
+    (tmp_path / "arithmetic").mkdir()
+    (tmp_path / "arithmetic" / "notes.txt").touch()
+    (tmp_path / "prompts").mkdir()
+    pq.write_table(pa.Table.from_pylist([ROW] * 32), tmp_path / "prompts" / "train.parquet")
     return tmp_path
 
 
@@ -96,7 +102,15 @@ def said(capsys, code, *words):
             3,
             "data.source is '../rows.jsonl', which would not be upload",
         ),
+        (
+            (RUN_DIR, *JSONL, "data.source=prompts", "job.excludes=['/prompts/*.parquet']"),
+            3,
+            "job.excludes matches its files; put it there, or set the absolute path of a folder on storage",
+        ),
+        ((RUN_DIR, *JSONL, "data.validation_source=.."), 3, "it is outside of that folder; put it there"),
         # All is well here, so it is the server that is missed.
+        ((RUN_DIR, *JSONL, "data.source=prompts/"), 2, "no Ray job server answers at"),
+        ((RUN_DIR, "job.excludes=[/arithmetic]"), 2, "no Ray job server answers at"),
         ((RUN_DIR, *JSONL), 2, "no Ray job server answers at http://127.0.0.1:1 (Failed to connect"),
         ((RUN_DIR, *JSONL, "data.source=/shared/rows.jsonl"), 2, "no Ray job server answers at"),
         ((RUN_DIR, "job.working_dir=null", "job.secret_names=[HERE_UNKNOWN]"), 2, "no Ray job server answers at"),
