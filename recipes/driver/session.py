@@ -70,7 +70,7 @@ class Session:
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
         evaluations: the evaluation under way, if any, and whether one is due.
-        completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
+        completed: phase and step of the last commit whose checkpoint, if due, was written or started.
         reference_hashes: hashes of the stored reference's weight files; None if the recipe stored none.
         evaluation_sets: the splits of `evaluation.sets` by name.
         performance: turns the FLOPs of a step into rates.
@@ -312,8 +312,7 @@ class Session:
     def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
         """Write a checkpoint and evaluate, if due after the step that was committed last.
 
-        The checkpoint comes first, so that no step is lost if the evaluation fails, and so that it doesn't wait for one
-        that the run itself doesn't wait for. It says that the evaluation is due.
+        The checkpoint comes first, and says that the evaluation is due: no step is lost if the evaluation fails.
         """
         self.evaluations.is_due &= evaluate is not None
         is_saved = self._save_if_due(self.progress.step == total)
@@ -382,6 +381,8 @@ class Session:
             session.groups = with_seed(self.groups, step_seed(self.config.seed, *self._place))
             self.evaluations.begin(self._place, context, partial(evaluate, session, context))
             return
+        with self.run.timer("checkpoint"):
+            self.checkpoints.finish()  # one in flight would be deleted if the evaluation failed
         step = self.begin_step(number)
         with step.lease, step.timer("evaluate"):
             evaluate(self, step)

@@ -27,6 +27,8 @@ LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
 MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
 _PHASES = ("sft_warmup", "train")
+# Bytes of a file that are hashed at a time.
+_BLOCK = 1 << 20
 # The kernel limits paths to 4096 bytes; the longest ones below a run directory are those of a checkpoint's files.
 _LONGEST_PATH = 3800
 # Files that a run reads or writes; the lock is checked separately.
@@ -201,33 +203,45 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     return samples
 
 
-def record_hashes(run_dir: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files that a resumed run continues: metrics, samples and the id of the W&B run."""
-    hashes: dict[str, str] = {}
-    for name in (METRICS, SAMPLES, WANDB_ID):
-        if (run_dir / name).is_file():
-            with (run_dir / name).open("rb") as stream:
-                hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashes
+def record_hashes(run_dir: Path) -> dict[str, dict[str, str | int]]:
+    """Return `sha256` and `bytes` of the files that a resumed run continues: metrics, samples, id of the W&B run."""
+    files = {name: run_dir / name for name in (METRICS, SAMPLES, WANDB_ID) if (run_dir / name).is_file()}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    return {name: {"sha256": _hash(path, sizes[name]), "bytes": sizes[name]} for name, path in files.items()}
 
 
-def check_records(run_dir: Path, hashes: Mapping[str, str]) -> None:
+def check_records(run_dir: Path, hashes: Mapping[str, Any]) -> None:
     """Warn if the records up to a checkpoint, to which later ones are appended, have changed since it was written.
 
     Args:
-        run_dir: the run directory; its records end with the checkpoint.
-        hashes: `record_hashes` at the time of the checkpoint. If it has none of a W&B run's id, W&B may have been
-            switched on since.
+        run_dir: the run directory. After the checkpoint's records come at most those of the evaluation after its step.
+        hashes: `record_hashes` at the time of the checkpoint; older versions of rlpack wrote SHA-256 of whole files. If
+            it has none of a W&B run's id, W&B may have been switched on since.
     """
-    found = record_hashes(run_dir)
-    if WANDB_ID not in hashes:
-        found.pop(WANDB_ID, None)
-    if changed := sorted(name for name in found.keys() | hashes.keys() if found.get(name) != hashes.get(name)):
+    known = {name: found if isinstance(found, dict) else {"sha256": found} for name, found in hashes.items()}
+    present = {name for name in (METRICS, SAMPLES, WANDB_ID) if (run_dir / name).is_file()}
+    same = {
+        name
+        for name in present & known.keys()
+        if _hash(run_dir / name, known[name].get("bytes")) == known[name].get("sha256")
+    }
+    if has_changed := (present | known.keys()) - same - ({WANDB_ID} - known.keys()):
         logger.warning(
             "%s in %s changed after the checkpoint was written: its records up to the checkpoint are not those of the "
             "run (the training state is intact)",
-            *(" and ".join(changed), run_dir),
+            *(" and ".join(sorted(has_changed)), run_dir),
         )
+
+
+def _hash(path: Path, size: int | None) -> str:
+    """Return the SHA-256 of a file's first `size` bytes, of all of it if `size` is None."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        left = path.stat().st_size if size is None else size
+        while left > 0 and (block := stream.read(min(left, _BLOCK))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

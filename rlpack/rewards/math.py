@@ -48,6 +48,7 @@ _MOST_BITS = 1 << 13
 # Functions whose values are about as large as their arguments, or smaller.
 _SMALL_FUNCTIONS = (Add, Mul, Abs, InverseTrigonometricFunction, TrigonometricFunction, ceiling, floor, log)
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
+_PERCENTAGE = re.compile(r"([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d*\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?))\s*\\?%")
 _DOLLAR_SIGN = re.compile(r"(?<!\\)\\+\$")
 
 
@@ -155,7 +156,6 @@ def _silence_library() -> None:
 @lru_cache(4096)
 def _parse_answer(answer: str) -> tuple[Any, ...]:
     """Return the parsed answer; text without LaTeX delimiters is tried as LaTeX first."""
-    answer = answer.replace(r"\%", "%")  # which the library reads as a percentage
     readings = [answer, f"${answer}$"] if _LATEX_MARK.search(answer) else [f"${answer}$", answer]
     parsed = next((tuple(parsed) for parsed in map(_parse_response, readings) if parsed), ())
     latex = answer if "\\" in answer or "$" in answer else as_latex(answer)
@@ -167,20 +167,20 @@ def _parse_answer(answer: str) -> tuple[Any, ...]:
 
 
 def _parse_response(completion: str) -> list[Any]:
-    """Return the parsed final answer; one in the notation of programs, or a boxed percentage, is translated first.
+    """Return the parsed final answer, after readings of it in the notation of programs and as a percentage.
 
-    The library reads `pi` as a product of letters, and of boxed percentages only the text.
+    The library reads `pi` as a product of letters, and a percentage as a number, a fraction, or text alone, depending
+    on how it is written; here it is both.
     """
     parsed = _parse(completion)
     text = parsed[-1] if parsed else None
     if not isinstance(text, str):
         return parsed
-    in_program = text.replace(r"\%", "%")
-    latex = in_program if "\\" in in_program else as_latex(in_program)
-    if latex == text and not (parsed[0] is text and "%" in text):
-        return parsed
-    translated = [part for part in _parse(f"${latex}$") if not isinstance(part, str)]
-    return [*translated, text] if translated else parsed
+    readings = [] if "\\" in text else [as_latex(text)]
+    if percentage := _PERCENTAGE.fullmatch(text):
+        readings = [f"{percentage[1]}%", percentage[1]]
+    translated = [_parse(f"${reading}$")[:1] for reading in readings if reading != text]
+    return [*(part for parts in translated for part in parts if not isinstance(part, str)), *parsed]
 
 
 def _parse(text: str) -> list[Any]:

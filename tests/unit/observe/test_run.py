@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -318,6 +319,7 @@ def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
 
 INTO_A_PIPE = """
 import sys, time
+from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
 from rlpack.observe.run import Run
@@ -349,6 +351,7 @@ def test_ctrl_c_that_also_ends_the_reader_of_a_pipe_lets_the_run_save(tmp_path: 
 
 IN_A_TERMINAL = """
 import sys, time
+from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
 from rlpack.observe.run import Run
@@ -500,6 +503,25 @@ def test_records_that_change_after_a_checkpoint_are_named(tmp_path: Path, caplog
     (tmp_path / "wandb-id").write_text("another")
     check_records(tmp_path, hashes)
     assert f"samples.jsonl and wandb-id in {tmp_path} changed after the checkpoint was written" in caplog.text
+
+
+def test_records_that_follow_a_checkpoint_change_nothing_and_shorter_ones_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("as it was\n")
+    hashes = record_hashes(tmp_path)
+    assert hashes["metrics.jsonl"]["sha256"] == sha256(b"as it was\n").hexdigest()
+    metrics.write_text("as it was\nan evaluation\n")
+    check_records(tmp_path, hashes)
+    assert not caplog.text
+    # Older versions hashed whole files, which evaluations did not follow.
+    metrics.write_text("as it was\n")
+    check_records(tmp_path, {name: found["sha256"] for name, found in hashes.items()})
+    assert not caplog.text
+    metrics.write_text("as it")
+    check_records(tmp_path, hashes)
+    assert f"metrics.jsonl in {tmp_path} changed after the checkpoint was written" in caplog.text
 
 
 def test_switching_wandb_on_in_a_resumed_run_changes_no_record(

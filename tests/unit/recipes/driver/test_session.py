@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.checkpoint.commit import load_state
+from rlpack.checkpoint.commit import load_state, newest
 from rlpack.config.schema import Checkpoint, Evaluation, Trainer
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
@@ -21,7 +21,7 @@ from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.testing.local_ranks import LocalRanks
 from tests.builders import tiny_rollouts
-from tests.unit.recipes.driver.sessions import RecordingRun, run_of, session_of, set_group
+from tests.unit.recipes.driver.sessions import RecordingRun, SavingSession, run_of, session_of, set_group
 
 
 def walk(session: Session, total: int) -> None:
@@ -237,6 +237,29 @@ def test_an_evaluation_that_fails_loses_no_step_whose_checkpoint_is_due(
         list(session.steps("train", 5, evaluate))
     assert session.saved == saved
     assert session.evaluations.is_due
+
+
+def test_an_evaluation_that_fails_leaves_the_checkpoint_that_is_written_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(SavingSession, "save", Session.save)
+    session = session_of(tmp_path, evaluation=Evaluation(every=1), checkpoint=Checkpoint(every=2, asynchronous=True))
+
+    def write(folder: str, *_: float) -> None:
+        Path(folder).mkdir()
+
+    set_group(session, "actor", start_save=write, save_is_done=True, finish_save=None)
+
+    def evaluate(session: Session, step: StepContext) -> None:
+        if session.progress.step == 4:
+            raise ValueError("the judge is down")
+
+    try:
+        with pytest.raises(ValueError, match="the judge is down"):
+            list(session.steps("train", 5, evaluate))
+    finally:
+        session.checkpoints.abandon()  # as at the end of a run
+    assert newest(tmp_path / "checkpoints" / "train") == tmp_path / "checkpoints" / "train" / "step-4"
 
 
 def test_a_resumed_run_does_not_repeat_the_evaluation_of_its_checkpoint(tmp_path: Path):
