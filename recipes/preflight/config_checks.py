@@ -28,6 +28,7 @@ from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_meta_classifier, build_meta_model, check_classifier, check_same_tokenizer
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import language_model
+from rlpack.models.quantized import check_quantization
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.stored_weights import check_weight_files
 from rlpack.models.vocabulary import input_embedding
@@ -135,6 +136,8 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     """
     model = build_meta_model(config.model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
     if config.model.path is not None:
+        if config.rollout.engine == "hf":
+            check_quantization(model.config, f"model.path ({config.model.path!r})")
         check_weight_files(model, config.model.path, "model.path")
     longest, source = rollout_length(config)
     check_engine(config, model.config)

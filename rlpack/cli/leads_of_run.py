@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import find_recipe
 from rlpack.config.schema import Recipe
@@ -31,6 +32,7 @@ def lead_limit(run_dir: Path) -> LeadLimit:
         return LeadLimit(None)
     name = Recipe(target=target).name
     try:
+        import_from_working_directory()
         spec = find_recipe(target)
     except ConfigError as error:
         return LeadLimit(None, f"the recipe of the run may refuse some of the leads, but can't be read: {error}")

@@ -4,7 +4,7 @@ A backward pass takes twice the linear and twice the quadratic FLOPs of a forwar
 ratio, which stays the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +108,23 @@ def _products(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[tupl
     run.
     """
     decoder, head = language_model(model).get_decoder(), model.get_output_embeddings()
-    others = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
-    others += [
+    inner = [
         child for child in decoder.children() if any(isinstance(part, PreTrainedModel) for part in child.modules())
     ]
+    if not _has_matrices(child for child in decoder.children() if child not in inner):
+        inner = []  # the decoder consists of models, such as BLT's
+    others = [*inner, *(module for module in decoder.modules() if isinstance(module, nn.Embedding))]
     others += [] if head is None else [head]
     skipped = {id(weight) for module in others for weight in module.parameters()}
     for name, weight in decoder.named_parameters():
         if weight.ndim >= 2 and id(weight) not in skipped:
             yield weight, weight.numel() * (_routed_share(shape) if ".experts." in name else 1.0)
+
+
+def _has_matrices(modules: Iterable[nn.Module]) -> bool:
+    """Return whether modules, lookups aside, have matrices."""
+    parts = [part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)]
+    return any(weight.ndim >= 2 for part in parts for weight in part.parameters(recurse=False))
 
 
 def _routed_share(shape: Mapping[str, Any]) -> float:

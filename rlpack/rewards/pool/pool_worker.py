@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rlpack
 from rlpack.rewards.errors import RewardError
@@ -33,6 +33,7 @@ _PRIVATE = (
     "__file__"
 )
 Columns = Mapping[str, Sequence[Any]]
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class LoadedFunction:
@@ -215,18 +216,26 @@ def _describe_error(error: BaseException) -> str:
 
 def _hint(error: BaseException) -> str:
     """Return what to do about an exception that is most likely due to the sandbox, else ""."""
-    if _is_caused_by(error, PermissionError):
+    if _cause(error, PermissionError) is not None:
         return _REFUSED
-    return _PRIVATE if _is_caused_by(error, FileNotFoundError) else ""
+    missing = _cause(error, FileNotFoundError)
+    return _PRIVATE if missing is not None and _is_looked_for_here(missing.filename) else ""
 
 
-def _is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
-    """Return whether an exception or one of its causes is of this kind."""
+def _cause(error: BaseException | None, kind: type[_Error]) -> _Error | None:
+    """Return an exception or the first of its causes that is of this kind, None if none is."""
     for _ in range(_MAX_CAUSES):
         if error is None or isinstance(error, kind):
-            break
+            return error
         error = error.__cause__ or error.__context__
-    return isinstance(error, kind)
+    return None
+
+
+def _is_looked_for_here(name: object) -> bool:
+    """Return whether a missing file is one of the working directory or of HOME, and no program such as `node`."""
+    path = str(name or "")
+    is_file = "/" in path or bool(os.path.splitext(path)[1])
+    return path.startswith(f"{Path.home()}/") or (is_file and not os.path.isabs(path))
 
 
 def _is_in_rlpack(file: str) -> bool:

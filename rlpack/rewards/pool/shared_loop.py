@@ -14,7 +14,8 @@ from typing import Any
 def run_until_complete(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return the result of a coroutine; cancel the tasks that it left, and wait for its threads.
 
-    As after `asyncio.run`, nothing that one call started goes on in the next one.
+    As after `asyncio.run`, no task or thread of one call goes on in the next one. But an async generator that a call
+    leaves open is closed only once it is garbage.
     """
     runner = _runner()
     executor = ThreadPoolExecutor()  # starts no thread unless it is used

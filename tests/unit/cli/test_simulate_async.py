@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -393,7 +394,8 @@ def test_leads_that_the_recipe_of_the_run_refuses_are_left_out(
         file.write(f"recipe: {{target: {target}}}\n")
     for name, is_ahead in (("own_turns", False), ("own_ahead", True)):
         (tmp_path / f"{name}.py").write_text(OWN_RECIPE.format(is_ahead))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the working directory
+    monkeypatch.chdir(tmp_path)
     assert simulate(str(tmp_path / "run"), "--ranks", "3") == 0
     out = capsys.readouterr().out
     names = [line.split(",")[0] for line in out.splitlines() if line.startswith(("in turns ", "lead "))]

@@ -122,6 +122,10 @@ def refused(completion):
         raise RuntimeError("could not look") from error
 
 
+def runs_a_program(completion):
+    raise FileNotFoundError(2, "No such file or directory", "no-such-program")  # as subprocess does
+
+
 def reads_a_relative_path(completion):
     with open("words.txt") as file:
         return float(completion in file.read())

@@ -166,6 +166,9 @@ def test_a_file_that_is_not_found_is_an_error_that_says_where_functions_run(scor
         score(scorers("reads_a_relative_path", max_failures=0.1), *["a"] * 16)
     hint = "are a private directory; build the paths of your files from __file__"
     assert f"; the working directory and HOME of reward functions {hint}" in str(caught.value)
+    with pytest.raises(TooManyFailuresError, match=r"FileNotFoundError: .*'no-such-program'") as caught:
+        score(scorers("runs_a_program", max_failures=0.1), *["a"] * 16)
+    assert hint not in str(caught.value)
 
 
 def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):

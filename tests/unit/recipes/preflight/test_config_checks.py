@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
@@ -62,6 +62,19 @@ def test_an_evaluation_is_refused_by_what_its_engine_cannot_run():
     with pytest.raises(ModelError, match=r"rollout\.engine=vllm: the model's heads have \d+ numbers"):
         check_before_evaluation(config, tokenizer, held_out)
     check_before_evaluation(tiny_config(data=DATA), tokenizer, held_out)
+
+
+def test_an_evaluation_with_hf_is_refused_for_weights_that_stay_quantized(
+    tmp_path: Path,
+):
+    config = tiny_config(data=DATA)
+    tokenizer, _, held_out = load_splits(config)
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    quantized = {"quant_method": "gptq", "bits": 4}
+    AutoConfig.for_model("qwen2", **shape, quantization_config=quantized).save_pretrained(tmp_path)
+    config = tiny_config(data=DATA, model=Model(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"model\.path \('.*'\) has weights that are quantized by gptq"):
+        check_before_evaluation(config, tokenizer, held_out)
 
 
 def custom_role(name: str) -> dict[str, Role]:
