@@ -176,10 +176,10 @@ def _parse_response(completion: str) -> list[Any]:
     text = parsed[-1] if parsed else None
     if not isinstance(text, str):
         return parsed
-    readings = [] if "\\" in text else [as_latex(text)]
+    readings = [] if "\\" in text or as_latex(text) == text else [as_latex(text)]
     if percentage := _PERCENTAGE.fullmatch(text):
         readings = [f"{percentage[1]}%", percentage[1]]
-    translated = [_parse(f"${reading}$")[:1] for reading in readings if reading != text]
+    translated = [_parse(f"${reading}$")[:1] for reading in readings]
     return [*(part for parts in translated for part in parts if not isinstance(part, str)), *parsed]
 
 
