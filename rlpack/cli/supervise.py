@@ -74,7 +74,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
 
 
 def _report(run_dir: str, text: str, level: str = "ERROR") -> None:
-    """Log what becomes of a run that ended, and append it to the log that the run left, if any."""
+    """Log what happens to a run that ended, and append it to the log of this run, if there is one."""
     log.log(logging.getLevelNamesMapping()[level], "%s", text)
     path = Path(run_dir) / LOG
     if path.is_file():

@@ -18,15 +18,15 @@ from rlpack.startup.function_sources import parameters_of
 from rlpack.startup.user_sources import Uncertain, count_bindings, parse_module, words_of
 
 
-class _Stub:
-    """Stands for a function that isn't imported: it has its name and its parameters."""
+class _UnimportedFunction:
+    """The name and the parameters of a function, which are inspected; it is never called."""
 
     def __init__(self, target: str, parameters: list[Parameter]) -> None:
         self._target = target
         self.__signature__ = Signature(parameters)
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError(self._target)
+        raise AssertionError(f"{self._target} is only inspected")
 
     def __repr__(self) -> str:
         return self._target
@@ -74,5 +74,5 @@ def signature_in_source(key: str, target: str, *, are_called: bool = True) -> Re
         raise RewardError(f"{key} is {target!r}, and {module} has no {name}; its functions are: {names or 'none'}")
     for node in functions if are_called else ():
         if node.name == name and not node.decorator_list and count_bindings(tree, name) == 1:
-            return read_signature(_Stub(target, parameters_of(node.args)), key)
+            return read_signature(_UnimportedFunction(target, parameters_of(node.args)), key)
     return None

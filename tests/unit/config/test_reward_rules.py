@@ -2,21 +2,12 @@
 
 import pytest
 
-from rlpack.config.compose import compose
-from rlpack.config.errors import ConfigError
+from tests.unit.config.problems import problems
 
 UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
 JUDGE = "rlpack.workers.judge:JudgeWorker"
 SERVED = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
 SERVER = ("judge.url=http://localhost:8000/v1", "judge.model=m")
-
-
-def problems(*overrides: str) -> list[str]:
-    try:
-        compose(overrides)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 @pytest.mark.parametrize(

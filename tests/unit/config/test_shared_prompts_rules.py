@@ -4,21 +4,12 @@ import re
 
 import pytest
 
-from rlpack.config.compose import compose
-from rlpack.config.errors import ConfigError
+from tests.unit.config.problems import problems
 
 SHARED = "batching.share_prompts=true"
 PPO = "recipe=ppo"
 KL = "algorithm.kl_coef=0.1"
 CP = "actor.parallel.cp=2"
-
-
-def problems(*overrides: str) -> list[str]:
-    try:
-        compose(overrides)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 @pytest.mark.parametrize(
