@@ -141,18 +141,30 @@ class CheckpointWriter:
         finally:
             self._forget()
 
-    def abandon(self) -> None:
-        """Delete the checkpoint in flight, because the run is ending with an error.
+    def finish_after_error(self) -> None:
+        """Commit the checkpoint in flight if its roles still answer, because the run is ending with an error.
 
-        Once all ranks have written, only the driver's commit is left, and is waited for; a failure is only a warning.
+        The error may have nothing to do with the trained roles: their state of an earlier step is not lost with it. A
+        failure is only a warning.
         """
-        if self._in_flight is None or self._in_flight.commit is None:
-            self._forget()
-            return
+        if self._in_flight is not None:
+            logger.warning(
+                "the run is ending; waiting for the checkpoint under way in %s", self._in_flight.staging.path
+            )
         try:
             self.finish()
         except Exception as error:  # noqa: BLE001 - the run ends with its own error
             logger.warning("the checkpoint under way could not be committed: %s", error)
+
+    def abandon(self) -> None:
+        """Delete the checkpoint in flight without waiting for ranks, because the run is stopping at once.
+
+        Once all ranks have written, only the driver's commit is left, and is waited for.
+        """
+        if self._in_flight is not None and self._in_flight.commit is not None:
+            self.finish_after_error()
+        else:
+            self._forget()
 
     def _forget(self) -> None:
         """Delete the staging directory, unless it is committed or a commit still runs: the next save deletes it."""

@@ -88,7 +88,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
             store_reference_again(session, rebuild)
         if loaded is not None and point is not None:
             session.restore(loaded, evaluation_is_due=point.evaluation_is_due)
-        with _naming_step(session):
+        with _ending_checkpoint(session), _naming_step(session):
             yield session
             session.checkpoints.finish()
         session.stop_if_interrupted()
@@ -113,7 +113,7 @@ def _timing_start(run: Run, names: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _naming_step(session: Session) -> Iterator[None]:
-    """Add phase and step to the errors of roles; at the end, end the queue and delete a checkpoint in flight."""
+    """Add phase and step to the errors of roles; at the end, end the queue."""
     try:
         yield
     except RoleError as error:
@@ -125,4 +125,15 @@ def _naming_step(session: Session) -> Iterator[None]:
         if session.ahead is not None:
             session.ahead.end()
         session.evaluations.end()
+
+
+@contextmanager
+def _ending_checkpoint(session: Session) -> Iterator[None]:
+    """End the checkpoint in flight: after an error, commit it if its roles answer; after a second Ctrl-C, delete it."""
+    try:
+        yield
+    except Exception:
+        session.checkpoints.finish_after_error()
+        raise
+    finally:
         session.checkpoints.abandon()

@@ -381,8 +381,6 @@ class Session:
             session.groups = with_seed(self.groups, step_seed(self.config.seed, *self._place))
             self.evaluations.begin(self._place, context, partial(evaluate, session, context))
             return
-        with self.run.timer("checkpoint"):
-            self.checkpoints.finish()  # one in flight would be deleted if the evaluation failed
         step = self.begin_step(number)
         with step.lease, step.timer("evaluate"):
             evaluate(self, step)

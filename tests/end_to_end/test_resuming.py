@@ -16,6 +16,16 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ASYNCHRONOUS = "checkpoint.asynchronous=true"
 OVERRIDES = (*UNEVEN, *REFERENCE, "trainer.steps=9", "resume=auto")
 
+FAILING_ADVANTAGE = """
+BATCHES = []
+
+def failing(rewards):
+    BATCHES.append(rewards)
+    if len(BATCHES) == 3:
+        raise ValueError("the third batch")
+    return rewards - rewards.mean()
+"""
+
 
 @dataclass
 class Stop:
@@ -151,3 +161,14 @@ def test_the_reference_stays_the_policy_that_training_began_with(stopped, uninte
     trained = load_file(stopped.run_dir / "model" / "model.safetensors")
     assert all(torch.equal(reference[name], same[name]) for name in same)
     assert not all(torch.equal(reference[name], trained[name]) for name in trained)
+
+
+def test_an_error_of_the_driver_leaves_the_checkpoint_that_is_being_written(tmp_path):
+    (tmp_path / "advantages.py").write_text(FAILING_ADVANTAGE)
+    overrides = ("experiment=smoke", "algorithm.advantage=advantages:failing", "checkpoint.every=1")
+    with started(tmp_path, *overrides, "trainer.steps=4", ASYNCHRONOUS, path=[tmp_path]) as command:
+        assert command.wait() == 1
+        assert "ValueError: the third batch" in command.err
+        assert "the run is ending; waiting for the checkpoint under way" in command.err
+        assert committed(command.run_dir, "train")[-1] == 2
+        assert command.left_behind() == []

@@ -9,6 +9,7 @@ import pytest
 
 from rlpack.checkpoint.commit import Staging, load_state, newest
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.distributed.errors import RoleError
 from rlpack.packing import Batching
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from tests.unit.recipes.driver.sessions import AnsweringGroup
@@ -102,6 +103,29 @@ def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):
     writer.abandon()
     assert not list(tmp_path.glob(".tmp-*"))
     assert newest(tmp_path) == tmp_path / "step-1"
+
+
+def test_after_an_error_the_checkpoint_in_flight_is_committed(tmp_path: Path):
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1)
+    writer.finish_after_error()
+    assert newest(tmp_path) == tmp_path / "step-1"
+    writer.abandon()
+    assert newest(tmp_path) == tmp_path / "step-1"
+
+
+def test_after_an_error_of_its_roles_the_checkpoint_in_flight_is_deleted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1, background=False)
+    written(writer, tmp_path, role, 2)
+    role.failure = RoleError("actor", 0, "finish_save", "the rank died")
+    writer.finish_after_error()
+    assert newest(tmp_path) == tmp_path / "step-1"
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert "could not be committed: " in caplog.text
+    assert "the rank died" in caplog.text
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -258,7 +258,7 @@ def test_an_evaluation_that_fails_leaves_the_checkpoint_that_is_written_in_the_b
         with pytest.raises(ValueError, match="the judge is down"):
             list(session.steps("train", 5, evaluate))
     finally:
-        session.checkpoints.abandon()  # as at the end of a run
+        session.checkpoints.finish_after_error()  # as at the end of a run
     assert newest(tmp_path / "checkpoints" / "train") == tmp_path / "checkpoints" / "train" / "step-4"
 
 
