@@ -21,7 +21,7 @@ With `trainer.lead=1`, the next step's batch is drawn, generated and scored whil
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.driver.ahead import AheadQueue
-from rlpack.recipes.driver.draws import Draw, draw_rollouts
+from rlpack.recipes.driver.draws import Draw, DrawGroups, draw_groups, draw_rollouts
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.off_policy import correct_off_policy
@@ -44,10 +44,10 @@ def main(config: Config) -> None:
         train(session)
 
 
-def train(session: Session, draw: Draw = draw_rollouts) -> None:
-    """Take `trainer.steps` rollout steps, on the batches that `draw` returns."""
+def train(session: Session, draw: Draw = draw_rollouts, draw_groups: DrawGroups = draw_groups) -> None:
+    """Take `trainer.steps` rollout steps, on the batches that `draw` returns, or `draw_groups` with late groups."""
     initialize_reference(session)
-    batches = AheadQueue(session, draw)
+    batches = AheadQueue(session, draw, draw_groups)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         rollouts, score = batches.take(step)

@@ -67,15 +67,18 @@ class SpanFile:
         with suppress(OSError), self._lock:
             self._size += os.write(self._descriptor, text.encode())
             if self._size >= self._most_bytes:
-                os.close(self._descriptor)
+                self._close()
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
                 self._open()
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            os.close(self._descriptor)
-            self._descriptor = -1  # so that a later write fails instead of reaching a file with this number
+        with suppress(OSError), self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1  # later writes fail; others may reuse the number
+        os.close(descriptor)
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -78,7 +78,7 @@ from rlpack.recipes.driver.ahead_checkpoint import (
     check_prompts_per_step,
     write_batches,
 )
-from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, check_drawn, draw_groups
+from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, check_drawn, check_late_draw, draw_groups
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
@@ -107,6 +107,7 @@ class AheadQueue:
 
         Raises:
             CheckpointError: a batch of the checkpoint can't be read.
+            TypeError: see `check_late_draw`.
         """
         self._session, self._draw_batch, self._draw_groups = session, draw, draw_groups
         self._lead, self._max_lag = session.config.trainer.lead, session.config.trainer.max_lag
@@ -115,6 +116,8 @@ class AheadQueue:
         self._waiting: deque[StartedBatch] = deque()
         self._taken: StartedBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
+        if self._late is not None:
+            check_late_draw(draw, draw_groups)
         self._has_ended = False
         self._failure: Exception | None = None
         self._is_checked = self._in_flight and self._late is None  # such runs' checkpoints hold no rows
@@ -130,6 +133,7 @@ class AheadQueue:
             RoleError: drawing the batch failed.
             StalenessError: a token is more than `Trainer.max_lag` policy versions old.
             DataError: the batch could not be written to a checkpoint.
+            ValueError: see `StartedBatch.check_end`.
         """
         assert not self._has_ended, "a step takes a batch of a queue that has ended"
         if not self._lead:
@@ -140,6 +144,8 @@ class AheadQueue:
         step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
         with step.timer("wait"):
             rollouts = self._rollouts_of(step, self._taken)
+        if self._draws_ahead:
+            self._taken.check_end(self._session.config.trainer.prompts_per_step)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
         lags = self._lags(rollouts, self._taken.context)
         self._begin_until(step.number + self._lead)
@@ -357,11 +363,8 @@ class AheadQueue:
         sampled, newest = versions[versions >= 0], self._session.rollout_weights.version
         oldest = newest - self._max_lag
         if sampled.numel() and not oldest <= sampled.min() <= sampled.max() <= newest:
-            window = (
-                f" and trainer.late_groups.window={self._session.config.trainer.late_groups.window}"
-                if self._late
-                else ""
-            )
+            width = self._session.config.trainer.late_groups.window
+            window = f" and trainer.late_groups.window={width}" if self._late else ""
             raise StalenessError(
                 f"the batch of step {context.number} has tokens of the policy versions {sampled.min()} to "
                 f"{sampled.max()}; with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, "

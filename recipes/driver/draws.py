@@ -55,6 +55,20 @@ def check_drawn(drawn: Any, draw: Callable) -> Batch:
     )
 
 
+def check_late_draw(draw: Draw, by_group: DrawGroups) -> None:
+    """Check that a recipe that draws group by group does so with its own draw.
+
+    Raises:
+        TypeError: the recipe has its own `draw`, but `by_group` is the default, which would replace it.
+    """
+    if draw is not draw_rollouts and by_group is draw_groups:
+        raise TypeError(
+            "with trainer.late_groups.window above 1, batches are drawn group by group, and the recipe's draw isn't "
+            "called; pass draw_groups, which does the same, to AheadQueue (or grpo.train), or set "
+            "takes_late_groups=False in the recipe's SPEC"
+        )
+
+
 def draw_rollouts(session: Session, step: StepContext) -> Batch:
     """Generate the responses of one step; their rewards are computed in the background."""
     prompts = draw_prompts(session, step)

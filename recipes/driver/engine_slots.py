@@ -6,7 +6,8 @@ waits for it, and its place among those that this step waits for. Invariants
 
 1. a generation gives rows to an engine only while no generation with an earlier turn is expected, or has rows that wait
    for an engine or are being sent to one. Engines run rows in the order in which they got them, so no row of a later
-   batch comes before one of an earlier batch. Rows in flight are never moved;
+   batch comes before one of an earlier batch, unless it is from a second generation of the batch, as in ReMax. Rows in
+   flight are never moved;
 2. an engine has fewer than `capacity` rows of all generations together in flight when it gets a group. So a row that
    an earlier batch has to generate again waits for the next free place, and for nothing that was queued meanwhile;
 3. a group goes to the engine with the fewest tokens in flight, of all generations together.

@@ -17,6 +17,8 @@ from rlpack.workers.actor import ActorWorker
 
 # Prefix of the names of sums and totals in `rlpack.algorithms.correction`.
 _TOTAL = "mismatch_"
+# Weights with a smaller mean are not normalized, as in verl's `rollout_corr_helper`.
+_LEAST_MEAN = 1e-8
 
 
 def correct_off_policy(
@@ -77,7 +79,7 @@ def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[st
         return {}
     tokens = rollouts["response_tokens"].where(rollouts["valid"], 0)
     mean = mean_weight(rollouts["importance_sum"], tokens, settings.weights)
-    return {"importance_scale": torch.full((rollouts.num_rows,), 1 / mean if mean > 0 else 1.0)}
+    return {"importance_scale": torch.full((rollouts.num_rows,), 1 / mean if mean > _LEAST_MEAN else 1.0)}
 
 
 def measured_lags(session: Session) -> range:

@@ -47,6 +47,22 @@ class StartedBatch:
         assert self.rollouts is not None
         return self.rollouts
 
+    def check_end(self, num_prompts: int) -> None:
+        """Check that a batch whose draw has ended took a number of prompts, as `RecipeSpec.draws_once` says.
+
+        The next batch begins behind them: its prompts would be trained on twice, or others not at all.
+
+        Raises:
+            ValueError: it took another number.
+        """
+        taken = self.context.progress.prompts_consumed - self.start
+        if taken != num_prompts:
+            raise ValueError(
+                f"the draw of step {self.context.number} took {taken} prompts, but with RecipeSpec.draws_once every "
+                f"draw takes trainer.prompts_per_step = {num_prompts}; draw that many, or set draws_once=False in the "
+                "recipe's SPEC"
+            )
+
     def wait_for_groups(self, count: int, while_waiting: Callable[[], None]) -> None:
         """Return once a number of groups have ended, or all have; raise what the draw raised."""
         assert self.groups is not None

@@ -32,6 +32,11 @@ def correction_problems(config: Config) -> Iterator[str]:
             f"rollout.top_p={rollout.top_p:g} the sampler's are those of a part of the vocabulary, which would bias "
             f"every ratio; set rollout.top_k=0 and rollout.top_p=1, or leave {_KEY} out"
         )
+    if rollout.vllm.get("logits_processors"):
+        yield (
+            f"{_KEY} compares probabilities of the sampler and the trainer, but rollout.vllm.logits_processors changes "
+            f"the sampler's only, which would bias every ratio; remove it, or leave {_KEY} out"
+        )
     if correction.lower is not None and correction.lower > correction.upper:
         yield f"{_KEY}.lower ({correction.lower:g}) exceeds {_KEY}.upper ({correction.upper:g}); lower it"
     yield from _limit_problems(config)
@@ -55,16 +60,14 @@ def _limit_problems(config: Config) -> Iterator[str]:
     """Yield limits on metrics that a run doesn't have."""
     correction = config.algorithm.correction
     oldest = config.trainer.max_lag if config.trainer.lead else None  # without a lead, no lags are measured
+    prefixes = {"", *(f"lag_{lag}/" for lag in range(0 if oldest is None else oldest + 1))}
     for key, limits in correction.limits:
         is_lower = key.endswith("below")
         known = LOWER_LIMITED if is_lower else (*MISMATCHES, *OF_KEYS)
         for name, limit in limits.items():
-            lag, _, metric = name.rpartition("/")
-            number = lag.removeprefix("lag_")
-            is_lag = lag.startswith("lag_") and number.isdecimal()
-            has_lag = not lag or (is_lag and oldest is not None and int(number) <= oldest)
+            lag, slash, metric = name.rpartition("/")
             missing = OF_KEYS.get(metric, "")
-            if not has_lag or metric not in known:
+            if lag + slash not in prefixes or metric not in known:
                 lags = f", each also as lag_0/… to lag_{oldest}/…" if oldest is not None else ""
                 yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join(known)}{lags}"
             elif missing and not _gives_metrics(config, missing):

@@ -88,6 +88,20 @@ def test_a_long_run_keeps_its_newest_spans_within_two_files(tmp_path: Path):
     assert len(kept) > 40
 
 
+def test_a_file_that_cannot_be_replaced_is_not_written_to_under_its_old_number(tmp_path: Path):
+    file = SpanFile(tmp_path / "spans", "main/0", most_bytes=200)
+    file.path.unlink()
+    file.path.parent.rmdir()
+    for number in range(5):
+        file.write([(f"step {number}", number, 1)])
+    with (tmp_path / "other").open("wb", buffering=0) as other:  # gets the number that is free now
+        for number in range(5):
+            file.write([(f"late {number}", number, 1)])
+        other.write(b"its own")
+    assert (tmp_path / "other").read_bytes() == b"its own"
+    file.close()
+
+
 def test_a_closed_file_is_not_written_to_under_its_old_number(tmp_path: Path):
     file = SpanFile(tmp_path / "spans", "main/0")
     file.close()

@@ -79,7 +79,7 @@ SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
 # Types of the arguments that rlpack reads itself, before vLLM could refuse them.
 _READ: Mapping[str, type] = {
     **dict.fromkeys(("block_size", "max_num_seqs", "tensor_parallel_size"), int),
-    **dict.fromkeys(("enforce_eager", "trust_remote_code"), bool),
+    **dict.fromkeys(("enable_prefix_caching", "enforce_eager", "trust_remote_code"), bool),
     **dict.fromkeys(("revision", "tokenizer"), str),
     "gpu_memory_utilization": float,
 }

@@ -34,6 +34,13 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
         assert "would bias every ratio; set rollout.top_k=0 and rollout.top_p=1" in problem
 
 
+def test_processors_of_logits_that_the_trainer_does_not_have_are_refused_with_the_reason():
+    processors = {"engine": "vllm", "vllm": {"logits_processors": ["my_package:Processor"]}}
+    assert problems(processors) == []
+    (problem,) = problems(processors, weights="token")
+    assert "rollout.vllm.logits_processors changes the sampler's only, which would bias every ratio" in problem
+
+
 @pytest.mark.parametrize(
     ("correction", "text"),
     [
@@ -44,6 +51,7 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
         ({"reject": {"token_k2": [0.1, 1.0]}}, "reject.token_k2 is [0.1, 1.0]; it takes one number"),
         ({"stop_above": {"k4": 1.0}}, "stop_above has the metric 'k4'; choose from kl, k3, chi2, gap, largest_gap"),
         ({"warn_above": {"lag_1/kl": 1.0}}, "warn_above has the metric 'lag_1/kl'; choose from kl"),
+        ({"stop_above": {"/kl": 1.0}}, "stop_above has the metric '/kl'; choose from kl"),
         (
             {"warn_above": {"weights_bounded": 0.1}},
             "'weights_bounded', which needs algorithm.correction.weights; set it",
@@ -63,11 +71,12 @@ def test_values_that_make_no_correction_are_named(correction: dict[str, Any], te
 
 def test_limits_on_lags_reach_as_far_as_late_groups_do():
     trainer = Trainer(lead=2, late_groups={"window": 3})  # pyright: ignore[reportArgumentType]
-    limits = {f"lag_{lag}/kl": 1.0 for lag in (0, 4, 5)}
+    limits = {f"lag_{lag}/kl": 1.0 for lag in (0, 4, 5, "01")}
     algorithm = Algorithm(correction=Correction(weights="token", stop_above=limits))
-    (problem,) = correction_problems(tiny_config(algorithm=algorithm, trainer=trainer))
-    assert "has the metric 'lag_5/kl'" in problem
-    assert problem.endswith("each also as lag_0/… to lag_4/…")
+    beyond, unknown = correction_problems(tiny_config(algorithm=algorithm, trainer=trainer))
+    assert "has the metric 'lag_5/kl'" in beyond
+    assert "has the metric 'lag_01/kl'" in unknown
+    assert beyond.endswith("each also as lag_0/… to lag_4/…")
 
 
 def test_bypass_needs_the_kl_term_in_the_loss():

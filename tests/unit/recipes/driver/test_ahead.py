@@ -34,8 +34,8 @@ PROMPTS = 3
 class Engines:
     """Engines that sample a few tokens per prompt, each with the version that is loaded at that moment."""
 
-    def __init__(self, session: Session, *, seed: int = 0, delay_s: float = 0.0) -> None:
-        self.session, self.random, self.delay_s = session, random.Random(seed), delay_s
+    def __init__(self, session: Session, *, seed: int = 0, delay_s: float = 0.0, draws_once: bool = False) -> None:
+        self.session, self.random, self.delay_s, self.draws_once = session, random.Random(seed), delay_s, draws_once
         self.weights = session.__dict__["rollout_weights"] = SimpleNamespace(version=1, keeps=False)
         self.threads: list[str] = []
         self.drawn: list[tuple[int, int]] = []  # step and first prompt of each draw
@@ -46,7 +46,8 @@ class Engines:
 
     def draw(self, session: Session, step: StepContext) -> Batch:
         start = step.progress.prompts_consumed
-        count = PROMPTS + start % 2  # as with dynamic sampling, steps take different numbers of prompts
+        # With dynamic sampling, steps take different numbers of prompts.
+        count = PROMPTS if self.draws_once else PROMPTS + start % 2
         self.drawn.append((step.number, start))
         self.threads.append(threading.current_thread().name)
         versions = []
@@ -71,6 +72,10 @@ class Engines:
 
 def session_ahead(folder: Path, *, steps: int, lead: int = 1) -> SavingSession:
     return session_of(folder, trainer=Trainer(steps=steps, lead=lead))
+
+
+def session_in_flight(folder: Path, **trainer: Any) -> SavingSession:
+    return session_of(folder, trainer=Trainer(steps=3, **trainer), rollout=Rollout(engine="vllm", publish="in_flight"))
 
 
 def walk(session: Session, queue: AheadQueue, engines: Engines) -> list[tuple[int, int, int, int]]:
@@ -167,15 +172,24 @@ def test_the_trainer_is_idle_while_the_first_batch_is_drawn(tmp_path: Path, publ
 
 
 def test_only_lags_that_occur_have_a_metric(tmp_path: Path, publications: Any):
-    session = session_of(
-        tmp_path, trainer=Trainer(steps=3, lead=64), rollout=Rollout(engine="vllm", publish="in_flight")
-    )
-    engines = publications(Engines(session))
+    session = session_in_flight(tmp_path, lead=64, prompts_per_step=PROMPTS)
+    engines = publications(Engines(session, draws_once=True))
     walk(session, AheadQueue(session, engines.draw), engines)
     for record in run_of(session).records:
         shares = {name: value for name, value in record.items() if name.startswith("rollout/lag_share/")}
         assert set(shares) == {f"rollout/lag_share/{lag}" for lag in range(3)}
         assert sum(shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [PROMPTS - 1, PROMPTS + 1])
+def test_a_draw_that_takes_other_prompts_than_the_next_batch_expects_ends_the_run(
+    tmp_path: Path, publications: Any, count: int
+):
+    session = session_in_flight(tmp_path, lead=2, prompts_per_step=count)
+    engines = publications(Engines(session, draws_once=True))
+    with pytest.raises(ValueError, match=rf"step 1 took {PROMPTS} prompts, .*prompts_per_step = {count}; draw that"):
+        walk(session, AheadQueue(session, engines.draw), engines)
+    assert run_of(session).records == []
 
 
 def test_versions_are_read_as_a_batch_is_drawn_before_an_evaluation_or_a_draw_occupies_the_engines(

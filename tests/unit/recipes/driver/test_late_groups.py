@@ -137,6 +137,12 @@ class ManualGroups:
         step.metrics["perf/group_wait_s"] = 0.25
 
 
+def test_a_recipe_with_its_own_draw_has_to_draw_late_groups_itself(tmp_path: Path):
+    session = started(tmp_path, steps=2, lead=1, late_groups={"window": 2, "share": SHARE})
+    with pytest.raises(TypeError, match="the recipe's draw isn't called; pass draw_groups"):
+        AheadQueue(session, draw)
+
+
 def one_timeout(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
     step.metrics["reward/timeouts"] = 1.0
     return rollouts

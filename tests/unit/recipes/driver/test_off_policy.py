@@ -171,6 +171,17 @@ def test_weights_that_are_all_zero_are_not_normalized(tmp_path: Path):
     assert updates.loss(old) == 0.0
 
 
+def test_weights_that_are_all_at_their_least_are_not_normalized(tmp_path: Path):
+    # verl divides only by means above 1e-8 (verl/trainer/ppo/rollout_corr_helper.py)
+    rollouts, old = rollouts_and_old()
+    losses = []
+    for normalize in (False, True):
+        updates = Updates(tmp_path, Correction(weights="sequence", normalize=normalize), old - 100.0)
+        updates.run(rollouts)
+        losses.append(updates.loss(old - 100.0))
+    assert losses[0] == losses[1] != 0.0
+
+
 def test_a_batch_that_is_rejected_whole_has_a_loss_of_zero(tmp_path: Path):
     rollouts, old = rollouts_and_old()
     updates = Updates(tmp_path, Correction(reject={"seq_max_k2": 1e-9}), old)
