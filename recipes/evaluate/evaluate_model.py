@@ -15,14 +15,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from rlpack.checkpoint.files import sha256_of
-from rlpack.checkpoint.publish import MANIFEST
 from rlpack.cli.tables import table
 from rlpack.config.recipes import recipe_section
 from rlpack.config.roles import started_roles
@@ -60,6 +57,7 @@ from rlpack.observe.run_dir import LOG
 from rlpack.recipes.driver.splits import cache_splits, load_held_out
 from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
 from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
+from rlpack.recipes.evaluate.identity_hashes import model_hash, reward_hash
 from rlpack.recipes.preflight.config_checks import check_before_evaluation
 from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
 from rlpack.rollout.vllm.arguments import default_dtype
@@ -80,8 +78,9 @@ def main(config: Config) -> None:
         check_before_evaluation(loadable, tokenizer, prompts)
         hashes = {
             "prompts": prompts.fingerprint,
-            "model": _model_hash(config),
+            "model": model_hash(config),
             "tokenizer": tokenizer_hash(tokenizer),  # has the token that ends a response
+            "reward functions": reward_hash(config),
         }
         open_evaluation(output, arguments, hashes)
         layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)
@@ -191,16 +190,3 @@ def _vote(row: SampleRow, reader: AnswerReader) -> str | None:
     if row.reward is None:
         return None
     return row.extracted_answer if reader.is_extracted else row.response
-
-
-def _model_hash(config: Config) -> str:
-    """Return a hash of the model's configuration and weights; for a model of the Hub, of its name."""
-    checkpoint = recipe_section(config, Evaluate).checkpoint
-    if checkpoint is not None:
-        return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
-    folder = Path(cast(str, config.model.path)).expanduser()
-    files = [file for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
-    digest = sha256(str(config.model.path if not files else "").encode())
-    for file in files:
-        digest.update(f"{file.name} {sha256_of(file)}\n".encode())
-    return digest.hexdigest()

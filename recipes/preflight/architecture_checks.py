@@ -168,12 +168,19 @@ def _source(config: Config, role: str) -> str:
 
 
 def _check_engine_weights(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if vLLM would keep the policy's weights quantized, which then can't take the trainer's.
+    """Raise if vLLM would quantize the policy's weights or keep them quantized: they can't take the trainer's then.
 
     Raises:
-        ModelError: they are quantized, and the engine is vLLM.
+        ModelError: the weights are quantized, or an argument of vLLM asks for it.
     """
-    if config.rollout.engine == "vllm" and (method := quantization_method(model)) is not None:
+    if config.rollout.engine != "vllm":
+        return
+    for name in ("quantization", "quantization_config"):
+        if config.rollout.vllm.get(name):
+            raise ModelError(
+                f"rollout.vllm.{name}: vLLM would quantize its weights, and can't take the trainer's; remove it"
+            )
+    if (method := quantization_method(model)) is not None:
         raise ModelError(
             f"{_source(config, 'actor')} has weights that are quantized by {method}; vLLM would keep them quantized, "
             "and can't take the trainer's; set rollout.engine=hf, or a model whose weights aren't quantized"

@@ -50,6 +50,8 @@ Every key is explained in docs/reference/config.md.
 _GROUPS = ("data", "reward", "rollout", "placement")
 _READ = (*_GROUPS, "evaluate", "seed", "roles", "job")
 _READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
+# Arguments of vLLM about the files that it loads.
+_LOADERS = ("load_format", "model_loader_extra_config")
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -135,6 +137,9 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
         values = run_values(evaluated.state)
         # An export has no adapters, and weights are published once, before anything is generated.
         values["rollout"] |= {"lora": "merged", "publish": "drain", "kv_cache": "clear"}
+        # The run loads published weights, whatever the file format; an evaluation loads the export's safetensors.
+        inherited = (values["rollout"].get("vllm") or {}).items()
+        values["rollout"]["vllm"] = {name: value for name, value in inherited if name not in _LOADERS}
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}

@@ -15,7 +15,10 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.score_requests import AttemptFailedError, RequestSettings, ScoreRequests, excerpt
 
-_SCORE = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)(?![eE\d])", re.IGNORECASE)
+# With quotes, brackets and Markdown around either side; a number that goes on, as 1,000 or 1e3 do, is none.
+_SCORE = re.compile(
+    r"""score["'*_`]*\s*[:=：][\s"'*_`<\[($]*(-?\d++(?:\.\d++)?)(?![.,]?\d|[eE][-+]?\d)""", re.IGNORECASE
+)
 
 # The placeholder that stands for a setting, not for a column.
 _MAX_SCORE = "max_score"

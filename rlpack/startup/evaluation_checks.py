@@ -23,8 +23,13 @@ def check_evaluation(config: Config, run: Config | None) -> None:
         PlacementError: this machine is too small for the pools, no cluster answers, or a role's class lacks a method.
         DataError: the source can't be read, or a row is invalid.
         RewardError: a reward function can't be called with the dataset's columns.
-        ModelError: the folder of the model, or of a run's base model, is incomplete or damaged.
+        ModelError: the folder of the model, or of a run's base model, is incomplete or damaged, or isn't loaded.
     """
+    if config.rollout.vllm.get("load_format") == "dummy":
+        raise ModelError(
+            "rollout.vllm.load_format is 'dummy', with which vLLM samples from random weights; leave it out, since an "
+            "evaluation publishes no others"
+        )
     check_machine(config, most_gpus())
     check_cluster(config)
     check_role_sources(config)

@@ -1,6 +1,6 @@
 """The directory of an evaluation, and the arguments and data that its rows belong to.
 
-<output_dir>/evaluation.json   arguments by key, and hashes of the prompts, the model and the tokenizer
+<output_dir>/evaluation.json   arguments by key, and hashes of prompts, model, tokenizer and reward functions
 <output_dir>/samples.jsonl     one response per line
 <output_dir>/engines.json      number of engine failures; only if there were any
 <output_dir>/samples.html      the responses, for reading
@@ -157,7 +157,7 @@ def open_evaluation(folder: Path, arguments: Mapping[str, Any], hashes: Mapping[
     Args:
         folder: an existing directory whose lock this process holds.
         arguments: the arguments by dotted key.
-        hashes: hashes of the prompts, the model and the tokenizer, by name.
+        hashes: hashes of what the arguments name, such as the model, by name.
 
     Raises:
         EvaluationError: names what differs.

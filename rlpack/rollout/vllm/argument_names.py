@@ -42,7 +42,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
         (
             *("skip_tokenizer_init", "logprobs_mode", "max_logprobs", "runner", "generation_config"),
             *("weight_transfer_config", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
-            *("enable_chunked_prefill", "speculative_config", "seed"),
+            *("enable_chunked_prefill", "speculative_config", "spec_method", "spec_model", "spec_tokens", "seed"),
             *("enable_lora", "max_loras", "max_cpu_loras", "lora_target_modules"),
         ),
         "",
@@ -50,13 +50,16 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 }
 
 
-# Arguments for results that rlpack doesn't read, and why. vLLM 0.32 returns the experts that it chose through its Model
-# Runner V2, which needs a Triton with a backend for the device; the released ones have none for CPUs.
-UNREAD_ARGUMENTS: Mapping[str, str] = dict.fromkeys(
-    ("enable_return_routed_experts", "aux_output_config"),
-    "vLLM would return the experts that it chose, which rlpack doesn't read; remove it, and set "
-    "actor.moe.replay_routing=true to replay those that the actor chooses for the old log-probs",
-)
+# Arguments that a run can't use, and why. vLLM 0.32 returns the experts that it chose through its Model Runner V2,
+# which needs a Triton with a backend for the device; the released ones have none for CPUs.
+UNUSABLE_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("enable_return_routed_experts", "aux_output_config"),
+        "vLLM would return the experts that it chose, which rlpack doesn't read; remove it, and set "
+        "actor.moe.replay_routing=true to replay those that the actor chooses for the old log-probs",
+    ),
+    "watermark_config": "vLLM would choose other tokens than by the log-probs that it returns; remove it",
+}
 # Arguments that `rlpack serve` sets, and the options to set instead.
 SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
     "model": "the model that comes first",
@@ -113,8 +116,8 @@ def argument_problems(
         if name in own:
             way_out = f"set {own[name]} instead" if own[name] else "remove it"
             yield f"{section}.{name}: rlpack sets this argument of vLLM itself; {way_out}"
-        elif name in UNREAD_ARGUMENTS and not of_server:
-            yield f"{section}.{name}: {UNREAD_ARGUMENTS[name]}"
+        elif name in UNUSABLE_ARGUMENTS and not of_server:
+            yield f"{section}.{name}: {UNUSABLE_ARGUMENTS[name]}"
         elif name not in known:
             close = get_close_matches(name, known - own.keys(), n=1)
             hint = f"; did you mean {section}.{close[0]}?" if close else ""

@@ -12,8 +12,11 @@ from rlpack.cli.evaluate import _base_values, evaluation_config
 from rlpack.cli.main import main
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Rollout
+from rlpack.models.errors import ModelError
 from rlpack.startup.evaluated_model import EvaluatedModel
-from tests.builders import MODEL, tiny_tokenizer
+from rlpack.startup.evaluation_checks import check_evaluation
+from tests.builders import MODEL, tiny_config, tiny_tokenizer
 
 ROOT = Path(rlpack.__file__).parents[1]
 ROWS = "".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(4))
@@ -164,6 +167,18 @@ def test_a_run_that_published_in_flight_is_evaluated_with_weights_that_stay(tmp_
     given = ["rollout.publish=in_flight"]  # it is refused, instead of ignored
     with pytest.raises(ConfigError, match=r"rollout\.publish is in_flight, .* or rollout\.publish=drain"):
         compose_evaluation(given, _base_values(run, given))
+
+
+def test_an_evaluation_loads_the_weights_that_a_run_only_publishes(tmp_path):
+    given = ("rollout=vllm", "+rollout.vllm.load_format=dummy", "+rollout.vllm.block_size=64")
+    run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(given).model_dump(mode="json")})
+    assert compose_evaluation([], _base_values(run, [])).rollout.vllm == {"block_size": 64}
+
+
+def test_an_evaluation_of_random_weights_is_refused():
+    config = tiny_config(rollout=Rollout(engine="vllm", vllm={"load_format": "dummy"}))
+    with pytest.raises(ModelError, match="load_format is 'dummy', with which vLLM samples from random weights"):
+        check_evaluation(config, None)
 
 
 def test_a_runs_permission_for_its_models_code_is_that_of_its_evaluation(tmp_path):

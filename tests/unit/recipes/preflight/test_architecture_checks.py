@@ -333,6 +333,15 @@ def test_a_leak_as_small_as_rounding_at_the_start_is_found():
         check(LFM2_MOE)
 
 
+def test_an_engine_that_would_quantize_the_weights_is_refused(tmp_path):
+    shape = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2, "vocab_size": 53, "head_dim": 64}
+    AutoConfig.for_model("qwen3", **shape).save_pretrained(tmp_path)
+    rollout = Rollout(engine="vllm", vllm={"quantization": "fp8"})
+    config = tiny_config(model=Model(path=str(tmp_path)), actor=Actor(), rollout=rollout)
+    with pytest.raises(ModelError, match=r"rollout\.vllm\.quantization: vLLM would quantize its weights, .* remove it"):
+        check_architecture(config, build_meta_model(config.model, vocab_size=53))
+
+
 @pytest.mark.parametrize(
     ("settings", "engine", "message"),
     [

@@ -277,6 +277,7 @@ def test_a_source_of_another_form_is_refused(installed, source, words):
         ("max_loras", "remove it"),
         ("max_cpu_loras", "remove it"),
         ("lora_target_modules", "remove it"),
+        ("spec_method", "remove it"),
         ("seed", "remove it"),
         ("worker_extension_cls", "remove it"),
     ],

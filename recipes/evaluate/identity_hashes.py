@@ -1,0 +1,40 @@
+"""Hashes of what an evaluation reads besides its arguments: it can't be continued once one of them has changed."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import cast
+
+from rlpack.checkpoint.files import sha256_of
+from rlpack.checkpoint.publish import MANIFEST
+from rlpack.config.recipes import recipe_section
+from rlpack.config.schema import Config
+from rlpack.config.sections.evaluation_settings import Evaluate
+from rlpack.models.loading import load_config
+from rlpack.user_code import find_module_file
+from rlpack.workers.reward import function_specs
+
+
+def model_hash(config: Config) -> str:
+    """Return a hash of the model's configuration and weights; for a model of the Hub, of its name and commit."""
+    checkpoint = recipe_section(config, Evaluate).checkpoint
+    if checkpoint is not None:
+        return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
+    folder = Path(cast(str, config.model.path)).expanduser()
+    files = [file for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
+    if not files:
+        # transformers sets the attribute only if the file came from the Hub.
+        commit = vars(load_config(config.model)).get("_commit_hash")
+        return sha256(f"{config.model.path} {commit}".encode()).hexdigest()
+    digest = sha256()
+    for file in files:
+        digest.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def reward_hash(config: Config) -> str:
+    """Return a hash of the files of the reward functions' modules; modules that these import don't count."""
+    digest = sha256()
+    for module in sorted({spec.target.partition(":")[0] for spec in function_specs(config.reward).values()}):
+        file = find_module_file(module)
+        digest.update(f"{module} {'' if file is None else sha256_of(file)}\n".encode())
+    return digest.hexdigest()
