@@ -5,13 +5,20 @@ import logging
 import os
 import shutil
 import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from rlpack.safe_files import open_regular
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
+_MOST_THREADS = 16
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def sha256_of(path: Path) -> str:
@@ -21,6 +28,16 @@ def sha256_of(path: Path) -> str:
         while block := stream.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def side_by_side(function: Callable[[T], R], files: Iterable[T]) -> Iterator[R]:
+    """Yield a function's result for each file, in order; several threads compute them.
+
+    Hashing a block releases the GIL. Half of the cores are left to the ranks, which may be training.
+    """
+    threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+    with ThreadPoolExecutor(threads, thread_name_prefix="files") as pool:
+        yield from pool.map(function, files)
 
 
 def flush(path: Path) -> None:

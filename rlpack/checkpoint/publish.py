@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, write_whole
+from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, side_by_side, write_whole
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 
@@ -28,9 +28,10 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
     Raises:
         OSError: a file could not be written, or the folder renamed.
     """
+    paths = regular_files(staging)
     files = [
-        {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in regular_files(staging)
+        {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, side_by_side(sha256_of, paths), strict=True)
     ]
     manifest = {**header, "files": files}
     text = strict_json(manifest)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import sha256_of
+from rlpack.checkpoint.files import sha256_of, side_by_side
 from rlpack.checkpoint.publish import MANIFEST, MARKER
 from rlpack.safe_files import read_object, read_text
 
@@ -134,7 +134,7 @@ def _files_fault(folder: Path, manifest: Mapping[str, Any], only: str | None) ->
     entries = {str(entry["name"]): entry for entry in manifest["files"]}
     if STATE not in entries:
         return f"{STATE} is missing from {MANIFEST}"
-    faults = (_file_fault(folder, name, entries[name]) for name in ([only] if only else entries))
+    faults = side_by_side(lambda name: _file_fault(folder, name, entries[name]), [only] if only else entries)
     return next((fault for fault in faults if fault), None)
 
 
