@@ -40,7 +40,7 @@ def check_model_files(config: Config) -> None:
         if os.path.isdir(folder):
             if hint := _hint_in_run(folder):
                 raise ModelError(f"{key} is {source!r}, which is a run's directory{hint}")
-            for problem in weight_problems(folder) if key != "model.tokenizer" else ():
+            for problem in _loaded_weight_problems(config, key, folder):
                 raise ModelError(f"{key} is {source!r}: {problem}; copy or download the folder again")
         elif is_path(source):
             hint = suggest_path(folder, folders_only=True)
@@ -103,8 +103,24 @@ def _hint_in_run(folder: Path) -> str:
     return f" without a {MODEL} folder, which a run writes at its end: finish the run with resume=auto"
 
 
-def weight_problems(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with the safetensors files of a model's folder."""
+def _loaded_weight_problems(config: Config, key: str, folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the files that the trainer and the engine load from a folder."""
+    if key != "model.tokenizer":
+        yield from weight_problems(folder, by_vllm=False)
+    if key == "model.path" and config.rollout.engine == "vllm":
+        yield from weight_problems(folder)
+
+
+def weight_problems(folder: Path, *, by_vllm: bool = True) -> Iterator[str]:
+    """Yield what is wrong with the safetensors files of a model's folder.
+
+    transformers leaves the index of an earlier save in a folder that it saves again as one file. It then loads that
+    file, while vLLM goes by the index.
+
+    Args:
+        folder: the model's folder.
+        by_vllm: whether vLLM loads the model, rather than transformers.
+    """
     if not (folder / "config.json").is_file():
         yield "there is no config.json in it"
         return
@@ -113,11 +129,12 @@ def weight_problems(folder: Path) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"config.json can't be read ({error})"
         return
-    if not (folder / INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
-            yield f"there is no {WEIGHTS} and no {INDEX} in it, and weights of other formats aren't loaded"
-        else:
-            yield from _file_problems(folder / WEIGHTS, set())
+    has_index, has_file = (folder / INDEX).is_file(), (folder / WEIGHTS).is_file()
+    if has_file and not (by_vllm and has_index):
+        yield from _file_problems(folder / WEIGHTS, set())
+        return
+    if not has_index:
+        yield f"there is no {WEIGHTS} and no {INDEX} in it, and weights of other formats aren't loaded"
         return
     try:
         weight_map = read_object(folder / INDEX)["weight_map"]
@@ -129,7 +146,8 @@ def weight_problems(folder: Path) -> Iterator[str]:
         return
     for name, tensors in sorted(files.items()):
         if not (folder / name).is_file():
-            yield f"{name}, which {INDEX} names, is missing"
+            hint = f" (if {WEIGHTS} holds all weights, delete the index)" if has_file else ""
+            yield f"{name}, which {INDEX} names, is missing{hint}"
         else:
             yield from _file_problems(folder / name, tensors)
 

@@ -48,6 +48,13 @@ def with_longer_tokens(folder: Path) -> None:
     path.write_text(json.dumps(tokenizer))
 
 
+def saved_twice(model: Path) -> None:
+    """Add the shards of an earlier save to a model's folder, and truncate its weights, which are still read."""
+    (model / "model-1-of-1.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1-of-1.safetensors"}}))
+    (model / "model.safetensors").write_bytes(b"1234567")
+
+
 def setting(name: str, argument: str, *words: str) -> BadInput:
     """Return a mistake in the settings of a new model."""
     return key(name, *SMALL, f"+model.config.{argument}", words=("model.config", *words))
@@ -151,6 +158,8 @@ BAD_ARGUMENTS = (
         words=("no Ray cluster answers at placement.address=no-such-host.invalid:6379",)),
     key("a judge without its key", *SMALL, *JUDGE, "judge.api_key_env=NO_SUCH_KEY",
         words=("judge.api_key_env is 'NO_SUCH_KEY', and that environment variable isn't set",)),
+    key("truncated weights in a folder with whole shards", *MODEL,
+        words=("model.path is 'model'", "model.safetensors has 7 bytes"), setup=model_folder(saved_twice)),
     key("a critic of other tokens", *MODEL, "recipe=ppo", "critic.path=critic", words=("critic.path is 'critic'",
         "differs from the policy's"), setup=with_critic),
     key("a critic of words for a policy of characters", *SMALL, "recipe=ppo", "critic.path=model",

@@ -10,7 +10,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config, Model, Rollout
 from rlpack.data.hub import NotOnHubError
 from rlpack.models.errors import ModelError
-from rlpack.startup.model_files import check_model_files
+from rlpack.startup.model_files import check_model_files, weight_problems
 from tests.builders import tiny_tokenizer
 
 TENSORS = {"a": torch.zeros(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
@@ -78,6 +78,35 @@ def test_a_missing_file_or_tensor_of_the_index_is_named(folder):
     assert "there is no model.safetensors and no model.safetensors.index.json in it" in refusal(folder)
     (folder / "config.json").unlink()
     assert "there is no config.json in it" in refusal(folder)
+
+
+@pytest.fixture
+def saved_again(folder) -> Path:
+    """Return a folder as transformers leaves it where it saves a model first in several files, then in one."""
+    for path in folder.glob("model-*"):
+        path.unlink()
+    save_file(TENSORS, folder / "model.safetensors")
+    return folder
+
+
+def test_one_file_is_read_before_the_index_of_several(saved_again):
+    check(saved_again)
+    weights = saved_again / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "model.safetensors has" in refusal(saved_again)
+
+
+def test_a_damaged_file_is_refused_although_the_index_names_whole_ones(folder):
+    (folder / "model.safetensors").write_bytes(b"1234567")
+    assert "model.safetensors has 7 bytes, fewer than its header says" in refusal(folder)
+
+
+def test_an_index_that_only_vllm_reads_is_checked_where_vllm_loads_the_model(saved_again):
+    expected = "names, is missing (if model.safetensors holds all weights, delete the index)"
+    assert expected in refusal(saved_again, rollout=Rollout(engine="vllm"))
+    assert any(expected in problem for problem in weight_problems(saved_again))  # of `rlpack serve`
+    (saved_again / "model.safetensors.index.json").unlink()
+    check(saved_again, rollout=Rollout(engine="vllm"))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
