@@ -2,7 +2,7 @@
 
 `hf` has a whole fp32 copy of the policy and, while it generates, the keys and values of the rows that run at once. vLLM
 on GPUs takes a share of the device, whatever the model; on CPUs and with `rollout.kv_cache_gb`, weights and a cache of
-a given size.
+a given size. vLLM allocates its cache when it starts, and frees it only if it sleeps, which it does on GPUs only.
 """
 
 from contextlib import suppress
@@ -29,15 +29,27 @@ class EngineMemory:
 
     Attributes:
         weights: bytes of its weights, which it has at all times unless it sleeps.
-        cache: additional bytes while it generates.
+        cache: bytes of keys and values, and of other memory for generation.
         host: bytes that it moves to host memory while it sleeps.
         sleeps: whether it frees weights and cache while other roles work.
+        keeps_cache: whether an engine that doesn't sleep has its cache at all times, not only while it generates.
     """
 
     weights: int
     cache: int
     host: int = 0
     sleeps: bool = False
+    keeps_cache: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes on the device while other roles work."""
+        return 0 if self.sleeps else self.weights + (self.cache if self.keeps_cache else 0)
+
+    @property
+    def call(self) -> int:
+        """Return the additional bytes on the device while it generates."""
+        return self.weights + self.cache - self.kept
 
 
 def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_bytes: int) -> EngineMemory:
@@ -65,7 +77,7 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     settings = config.rollout
     arguments = engine_arguments(settings, shape, model="", dtype=dtype, max_length=longest, gpus=gpus)
     asleep = sleep_level(config)
-    kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0}
+    kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
     if "kv_cache_memory_bytes" in arguments:
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
     share = settings.vllm.get("gpu_memory_utilization", _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU)

@@ -86,9 +86,8 @@ class PoolMemory:
     @property
     def kept(self) -> int:
         """Return the bytes on the device that live between all calls."""
-        asleep = self.engine is None or self.engine.sleeps
         roles = sum(role.kept + (0 if self.on_gpu else role.copied) for role in self.roles.values())
-        return roles + (0 if asleep or self.engine is None else self.engine.weights)
+        return roles + (0 if self.engine is None else self.engine.kept)
 
     @property
     def peak(self) -> int:
@@ -99,7 +98,7 @@ class PoolMemory:
             *(role.start for role in self.roles.values()),
         ]
         if self.engine is not None:
-            calls.append(self.engine.cache + (self.engine.weights if self.engine.sleeps else 0))
+            calls.append(self.engine.call)
         return self.kept + max(calls) + (CONTEXT_BYTES if self.on_gpu else PROCESS_BYTES)
 
     @property
