@@ -35,6 +35,8 @@ from rlpack.models.parts import forward_device
 
 # Seed of the first draw of tokens.
 _SEED = 20240607
+# Tokens of the row that has to run alone.
+_SHORT = 8
 # The row that is replaced to see whether others change.
 _PERTURBED = 1
 
@@ -86,6 +88,9 @@ def check_model(
         ModelError: another property fails, or the model can't be run this way; the message names the property.
     """
     limits = limits or RowLimits()
+    if packed:  # padding is no remedy for an error that a row alone raises, too
+        with _evaluating(model), _named(model, role, packed, ""):
+            score_alone(model, random_rows([min(_SHORT, limits.longest or _SHORT)], vocab_size, seed=_SEED), device)
     with _evaluating(model), _named(model, role, packed, limits.way_to_pad(role)):
         routed = has_experts(model.uncut.model)
 

@@ -198,10 +198,25 @@ def test_a_model_that_sees_later_tokens_is_refused_padded():
         check_model(policy, "cpu", VOCABULARY, packed=False)
 
 
-def test_a_failure_inside_a_model_names_it():
+def test_a_failure_inside_a_model_names_it_and_no_layout_that_fails_too():
     policy = Policy(tiny_model(dtype=torch.float32))
     del policy.model.base_model.norm
-    with pytest.raises(ModelError, match=r"Qwen2ForCausalLM can't be run packed as the critic: AttributeError: .*norm"):
+    words = r"Qwen2ForCausalLM can't be run packed as the critic: AttributeError: .*norm'?; use another model$"
+    with pytest.raises(ModelError, match=words):
+        check_model(policy, "cpu", VOCABULARY, role="critic")
+
+
+def test_a_failure_of_packed_rows_alone_names_the_layouts_that_may_work():
+    policy = Policy(tiny_model(dtype=torch.float32))
+
+    def refuse_packed_rows(module, args, kwargs):
+        if module.config._attn_implementation == "rlpack":
+            raise RuntimeError("no kernel")
+
+    policy.model.base_model.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
+    with pytest.raises(
+        ModelError, match=r"RuntimeError: no kernel; set critic\.batching\.mode=dynamic or fixed, or use"
+    ):
         check_model(policy, "cpu", VOCABULARY, role="critic")
 
 
