@@ -6,7 +6,7 @@ are also compared here, with random weights.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -33,7 +33,7 @@ from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.heads import ScalarHeadModel
-from rlpack.models.loading import build_from_config
+from rlpack.models.loading import with_attention
 from rlpack.models.packed import language_model
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
@@ -42,6 +42,7 @@ from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.router_choice import check_routers
 from rlpack.models.text_settings import settings_of
 from rlpack.models.verified import is_verified
+from rlpack.models.vocabulary import check_vocabulary
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from rlpack.rollout.vllm.arguments import (
     Shape,
@@ -57,7 +58,9 @@ from rlpack.rollout.vllm.arguments import (
 _MAX_WEIGHTS = 50_000_000
 # Axes of a weight that stacks experts, and the settings that give its sizes.
 _STACKED, _EXPERT_SIZES = 3, ("moe_intermediate_size", "hidden_size", "intermediate_size")
-# Standard deviation of the noise on its weights.
+# The section of a model that has no path, for errors.
+_NEW_MODEL = "model.config"
+# Standard deviation of the noise on the weights of a model that is compared.
 _NOISE = 0.1
 
 
@@ -80,14 +83,36 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
     if recipe_of(config).generates:
         _check_engine_weights(config, model.config)
         check_engine(config, model.config)
-        check_rollout_length(config, model.config)
-        check_positions(model, *rollout_length(config))
+        check_rollout_length(config, model)
     for role in _roles(config):
-        packed = runs_packed(config, role)
         check_packing(config, role, model)
-        is_known = config.model.trust_remote_code or is_verified(model.config.model_type, packed=packed)
-        if role_compute(config, role).isolation_check and not is_known:
-            _check_outputs(config, model, role, packed=packed)
+        if not config.model.trust_remote_code:
+            _check_outputs(config, model, role)
+
+
+def check_own_model(config: Config, role: str, model: PreTrainedModel, vocab_size: int) -> None:
+    """Raise if the model of a critic's or reward model's own path can't be run as configured.
+
+    Args:
+        config: the whole configuration.
+        role: `critic` or `reward_model`.
+        model: the role's model without weights.
+        vocab_size: the policy's tokens.
+
+    Raises:
+        ModelError: names the path's key. The model has fewer tokens than the policy or names no decoder layers, rows
+            can be longer than its positions or its rotary frequencies allow, its experts have a size that PyTorch's
+            grouped products refuse, or it can't be run in the role's layout.
+    """
+    try:
+        check_vocabulary(model, vocab_size)
+        decoder_layers(ScalarHeadModel(language_model(model)))
+        check_rollout_length(config, model)
+    except ModelError as error:
+        raise ModelError(f"{_source(config, role)}: {error}") from error
+    check_expert_sizes(config, model, [role])
+    check_packing(config, role, model)
+    _check_outputs(config, model, role)
 
 
 def check_experts(config: Config, model: PreTrainedModel) -> None:
@@ -97,8 +122,7 @@ def check_experts(config: Config, model: PreTrainedModel) -> None:
         ModelError: experts have a size that PyTorch's grouped products refuse; the model has no experts, or its routers
             don't choose or score them in a known way.
     """
-    if problem := _unaligned_experts(config, model):
-        raise ModelError(problem)
+    check_expert_sizes(config, model, list(_roles(config)))
     chosen = [name for name, value in config.actor.moe if value]
     if not chosen:
         return
@@ -112,30 +136,41 @@ def check_experts(config: Config, model: PreTrainedModel) -> None:
         ) from problem
 
 
-def _unaligned_experts(config: Config, model: PreTrainedModel) -> str | None:
-    """Return why PyTorch's grouped products can't compute the model's experts, and what to set, or None.
+def check_expert_sizes(config: Config, model: PreTrainedModel, roles: Sequence[str]) -> None:
+    """Raise if PyTorch's grouped products can't compute a model's experts in fp32, or in a role's precision.
 
     Rows of stacked weights have to be multiples of 16 bytes long.
+
+    Args:
+        config: the whole configuration.
+        model: with or without weights.
+        roles: those that run the model.
+
+    Raises:
+        ModelError: names the size of the experts, the sizes that are possible, and what to set.
     """
     if model.config._experts_implementation != "grouped_mm":
-        return None
-    is_half = any(role_compute(config, role).precision == "bf16" for role in _roles(config))
-    multiple, precision = (8, "bf16") if is_half else (4, "fp32")
+        return
+    half = [role for role in roles if role_compute(config, role).precision == "bf16"]
+    multiple, precision = (8, "bf16") if half else (4, "fp32")
     named = [parameter for _, module in expert_modules(model) for parameter in module.named_parameters(recurse=False)]
     shapes = {name: tuple(weight.shape) for name, weight in named if weight.ndim == _STACKED}
     # Rows of the weights, and of what they are multiplied with.
     wrong = [(name, size) for name, shape in shapes.items() for size in shape[1:] if size % multiple]
     if not wrong:
-        return None
+        return
     settings, sizes = settings_of(model.config), {size for _, size in wrong}
     key = next((key for key in _EXPERT_SIZES if settings.get(key) in sizes), None)
     name, size = wrong[0] if key is None else (key, cast(int, settings[key]))
     given = f"{name}={size}" if key is not None else f"{size} numbers in a row of {name} {shapes[name]}"
-    is_new = key is not None and config.model.path is None
-    way_out = f"set model.config.{key}={size + -size % multiple}" if is_new else "use another model"
-    return (
-        f"{type(model).__name__} ({model.config.model_type}) has experts of {given}, and PyTorch computes experts "
-        f"in {precision} only if it is a multiple of {multiple} (16 bytes); {way_out}"
+    source = _source(config, roles[0] if roles else "actor")
+    is_new = key is not None and source == _NEW_MODEL
+    ways = [f"set {_NEW_MODEL}.{key}={size + -size % multiple}" if is_new else "use another model"]
+    if half and not any(size % 4 for size in sizes):
+        ways.append("set " + " ".join(f"{role}.precision=fp32" for role in half))
+    raise ModelError(
+        f"{source}: {type(model).__name__} ({model.config.model_type}) has experts of {given}, and PyTorch computes "
+        f"experts in {precision} only if it is a multiple of {multiple} (16 bytes); {', or '.join(ways)}"
     )
 
 
@@ -162,9 +197,11 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
 
 
 def _source(config: Config, role: str) -> str:
-    """Return the key and the path of a role's model, for errors."""
+    """Return the key and the path of a role's model, or the section of a new one, for errors."""
     path = {"critic": config.critic.path, "reward_model": config.reward_model.path}.get(role)
-    return f"model.path ({config.model.path!r})" if path is None else f"{role}.path ({path!r})"
+    if path is not None:
+        return f"{role}.path ({path!r})"
+    return _NEW_MODEL if config.model.path is None else f"model.path ({config.model.path!r})"
 
 
 def _check_engine_weights(config: Config, model: PreTrainedConfig) -> None:
@@ -187,13 +224,14 @@ def _check_engine_weights(config: Config, model: PreTrainedConfig) -> None:
         )
 
 
-def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if rollouts are longer than a model's rotary frequencies allow.
+def check_rollout_length(config: Config, model: PreTrainedModel) -> None:
+    """Raise if rollouts are longer than a model's rotary frequencies or learned positions allow.
 
     Raises:
         ModelError: the limit, and the keys that exceed it.
     """
-    check_row_length(model, *rollout_length(config))
+    check_row_length(model.config, *rollout_length(config))
+    check_positions(model, *rollout_length(config))
 
 
 def check_engine(config: Config, model: PreTrainedConfig) -> None:
@@ -246,26 +284,39 @@ def _roles(config: Config) -> Iterator[str]:
             yield role
 
 
-def _check_outputs(config: Config, model: PreTrainedModel, role: str, *, packed: bool) -> None:
+def _check_outputs(config: Config, model: PreTrainedModel, role: str) -> None:
     """Raise unless a small model of this configuration, with random weights, produces the same outputs as transformers.
 
-    A larger one is left to the ranks. Noise is added to the weights because, with a small initializer_range, a leak
-    between rows would be no larger than rounding.
+    A larger one is left to the ranks. One of a verified architecture is not compared. Noise is added to the weights
+    because, with a small initializer_range, a leak between rows would be no larger than rounding.
     """
+    packed, compute = runs_packed(config, role), role_compute(config, role)
+    if not compute.isolation_check or is_verified(model.config.model_type, packed=packed):
+        return
     if sum(weight.numel() for weight in model.parameters()) > _MAX_WEIGHTS:
         return
-    name = attention.NAME if packed else own_attention.DEFAULT
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        built = build_from_config(copy.deepcopy(model.config), name, model.config.model_type)
-        with torch.no_grad():
-            for weight in built.parameters():
-                weight.add_(_NOISE * torch.randn_like(weight))
-    checked = ScalarHeadModel(language_model(built)) if role == "critic" else Policy(built)
-    checked.checkpoint_activations(role_compute(config, role).gradient_checkpointing, role)
+    built = _with_random_weights(model, attention.NAME if packed else own_attention.DEFAULT, _source(config, role))
+    checked = Policy(built) if role in ("actor", "reference") else ScalarHeadModel(language_model(built))
+    checked.checkpoint_activations(compute.gradient_checkpointing, role)
     vocab_size, limits = built.config.get_text_config().vocab_size, RowLimits.of_role(config, role)
     trained = role in recipe_of(config).trains
     check_model(checked, "cpu", vocab_size, role=role, packed=packed, limits=limits, trained=trained)
+
+
+def _with_random_weights(model: PreTrainedModel, attention_name: str, source: str) -> PreTrainedModel:
+    """Return a model of the same class and configuration with random weights, in fp32."""
+    attention.register()
+
+    def build(name: str) -> PreTrainedModel:
+        return type(model)._from_config(copy.deepcopy(model.config), attn_implementation=name, dtype=torch.float32)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = with_attention(build, attention_name, source)
+        with torch.no_grad():
+            for weight in built.parameters():
+                weight.add_(_NOISE * torch.randn_like(weight))
+    return built
 
 
 def _unpackable(model: PreTrainedModel) -> str | None:

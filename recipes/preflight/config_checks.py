@@ -25,7 +25,13 @@ from rlpack.data.prompts import Prompts
 from rlpack.data.tokenization import eos_id, longest_token, pad_id, tokenizer_name
 from rlpack.models.errors import ModelError, no_end_problem
 from rlpack.models.heads import ScalarHeadModel
-from rlpack.models.loading import build_meta_classifier, build_meta_model, check_classifier, check_same_tokenizer
+from rlpack.models.loading import (
+    build_meta_classifier,
+    build_meta_model,
+    check_classifier,
+    check_same_tokenizer,
+    linear_head,
+)
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import language_model
 from rlpack.models.quantized import check_quantization
@@ -36,9 +42,9 @@ from rlpack.packing import Batching
 from rlpack.recipes.preflight.architecture_checks import (
     check_architecture,
     check_engine,
-    check_packing,
+    check_expert_sizes,
+    check_own_model,
     check_rollout_length,
-    rollout_length,
 )
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
@@ -139,10 +145,10 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
         if config.rollout.engine == "hf":
             check_quantization(model.config, f"model.path ({config.model.path!r})")
         check_weight_files(model, config.model.path, "model.path")
-    longest, source = rollout_length(config)
     check_engine(config, model.config)
-    check_row_length(model.config, longest, source)
-    check_positions(model, longest, source)
+    check_rollout_length(config, model)
+    if config.rollout.engine == "hf":  # computes in fp32
+        check_expert_sizes(config, model, ())
     _check_end_of_sequence(config, tokenizer, model)
     for name in started_roles(config):
         check_role(name, config.roles[name], is_own=False, is_trained=False)
@@ -151,13 +157,13 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless the reward model is a classifier for the policy's tokens, with all its weights."""
+    """Raise unless the reward model is a classifier for the policy's tokens, with all its weights, that can be run."""
     classifier = check_classifier(config.reward_model, tokenizer)
-    check_rollout_length(config, classifier)
     assert config.reward_model.path is not None
     model = build_meta_classifier(classifier, config.reward_model.path)
-    check_packing(config, "reward_model", model)
+    linear_head(model)
     check_weight_files(model, config.reward_model.path, "reward_model.path")
+    check_own_model(config, "reward_model", model, len(tokenizer))
 
 
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -169,18 +175,15 @@ def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, m
 
 
 def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless the critic's model exists, and every pattern of weight names matches a weight of its model."""
+    """Raise unless the critic's model can be run, and every pattern of weight names matches a weight of its model."""
     set_trained_weights(copy.deepcopy(model), config.actor, seed=config.seed)
     if "critic" in started_roles(config):
         initial = copy.deepcopy(model)
         if (path := config.critic.path) is not None:
-            initial = build_meta_model(
-                Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
-            )
-            check_packing(config, "critic", initial)
-            check_weight_files(initial, path, "critic.path")
-            check_rollout_length(config, initial.config)
+            initial = build_meta_model(Model(path=path, revision=config.critic.revision), key="critic.path")
             check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path")
+            check_weight_files(initial, path, "critic.path")
+            check_own_model(config, "critic", initial, len(tokenizer))
         critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from tests.end_to_end.bad_input import (
     EXPERIMENT,
     MODEL,
@@ -49,6 +51,16 @@ def replaced(name: str, make: Callable[[Path], Any]) -> Setup:
         make(model / name)
 
     return model_folder(change)
+
+
+def own_model(**values: Any) -> Setup:
+    """Return a setup that writes a critic of its own."""
+
+    def write(folder: Path) -> None:
+        config = AutoConfig.for_model(**{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2} | values)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "critic")
+
+    return write
 
 
 def settings(**values: Any) -> str:
@@ -181,4 +193,12 @@ FOUND_LATER = (
     BadInput("a chat template that is a number", 3, ("the chat template of tokenizer", "rejects it"),
         (*MODEL, "data.chat_template=true"), setup=model_folder(chat_template=5)),
     key("a loss that is another function", *SMALL, "algorithm.loss=json:dumps", words=("algorithm.loss",)),
+    key("a critic with fewer positions than the longest row", *SMALL, "recipe=ppo", "critic.path=critic",
+        words=("critic.path ('critic'): GPT2LMHeadModel (gpt2) has 64 learned positions", "lower their sum to 64"),
+        setup=own_model(model_type="gpt2", num_attention_heads=4, n_positions=64)),
+    key("a critic with experts of a size that isn't aligned", *SMALL, "recipe=ppo", "critic.path=critic",
+        words=("critic.path ('critic'): Qwen3MoeForCausalLM (qwen3_moe) has experts of moe_intermediate_size=6",
+        "a multiple of 4 (16 bytes); use another model"),
+        setup=own_model(model_type="qwen3_moe", num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6)),
 )  # fmt: skip

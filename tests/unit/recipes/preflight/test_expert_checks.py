@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.family_configs import tiny_config as family_config
-from rlpack.config.schema import Actor, Config, Model
+from rlpack.config.schema import Actor, Algorithm, Config, Critic, Model, Reference
 from rlpack.config.sections.optimization import Experts
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_meta_model
@@ -62,14 +62,37 @@ def test_routers_that_score_only_the_chosen_experts_can_be_replayed_but_not_bala
 def test_experts_of_a_size_that_grouped_products_refuse_are_named_with_the_next_size_that_works(
     sizes: dict[str, int], precision: Any, problem: str | None
 ):
-    settings = family_config("qwen3_moe").to_dict() | {"model_type": "qwen3_moe"} | sizes
-    model = build_meta_model(Model(config=settings), vocab_size=40, pad_token_id=0)
+    model = build_meta_model(Model(config=moe_config(**sizes)), vocab_size=40, pad_token_id=0)
     config = tiny_config(actor=Actor(precision=precision))
     if problem is None:
         check_experts(config, model)
         return
     with pytest.raises(ModelError, match=problem):
         check_experts(config, model)
+
+
+def moe_config(**sizes: int) -> dict[str, Any]:
+    return family_config("qwen3_moe").to_dict() | {"model_type": "qwen3_moe"} | sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "roles", "ways"),
+    [
+        (60, {"reference": Reference(precision="bf16")}, "set model.config.moe_intermediate_size=64, or set reference"),
+        (60, {"critic": Critic(precision="bf16")}, "set model.config.moe_intermediate_size=64, or set critic"),
+        (
+            60,
+            {"actor": Actor(precision="bf16"), "critic": Critic(precision="fp32")},
+            "=64, or set actor.precision=fp32 ",
+        ),
+        (62, {"critic": Critic(precision="bf16")}, "set model.config.moe_intermediate_size=64$"),
+    ],
+)
+def test_every_role_of_the_policys_architecture_has_its_own_precision(size: int, roles: dict[str, Any], ways: str):
+    model = build_meta_model(Model(config=moe_config(moe_intermediate_size=size)), vocab_size=40, pad_token_id=0)
+    sections = {"recipe": "ppo", "algorithm": Algorithm(kl_coef=0.1, aggregation="token_mean")} | roles
+    with pytest.raises(ModelError, match=rf"experts in bf16 only if .* 8 \(16 bytes\); .*{ways}"):
+        check_experts(tiny_config(**sections), model)
 
 
 @pytest.mark.parametrize(
