@@ -43,9 +43,16 @@ from rlpack.recipes.dry_run.batch_plan import (
 from rlpack.recipes.dry_run.changes import smaller, with_value
 from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
-from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, is_trained, role_layout, role_memory
+from rlpack.recipes.dry_run.role_memory import (
+    MODEL_ROLES,
+    is_trained,
+    model_of,
+    role_layout,
+    role_memory,
+    transformers_model,
+)
 from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offload, run_memory
-from rlpack.recipes.dry_run.whole_models import bytes_at_start, model_of
+from rlpack.recipes.dry_run.whole_models import bytes_at_start
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import misfit
 from rlpack.startup.data_epochs import with_steps
@@ -95,6 +102,7 @@ class Estimator:
         tokenizer: the policy's.
         prompts: training split.
         model: the policy without weights.
+        models: for each role with a model, the model of transformers that it is built from, without weights.
         limits: limits of memory.
         problems: rules across keys that the given configuration breaks.
     """
@@ -102,6 +110,7 @@ class Estimator:
     tokenizer: PreTrainedTokenizerBase
     prompts: Prompts
     model: PreTrainedModel
+    models: Mapping[str, PreTrainedModel]
     limits: MemoryLimits
     problems: frozenset[str] = frozenset()
     _batch: TypicalBatch | None = None
@@ -137,7 +146,10 @@ class Estimator:
         return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
 
     def can_run(self, config: Config) -> bool:
-        """Return whether a run would accept a variant: its keys together, its layouts and its token budget."""
+        """Return whether a run would accept a variant: its keys together, its layouts and its token budget.
+
+        Roles may have models of their own, which a layout that they inherit from the actor doesn't fit.
+        """
         roles = model_roles(config)
         try:
             problems = broken_rules(config)
@@ -147,9 +159,7 @@ class Estimator:
             self.problems.issuperset(problems)
             and all(layout_fits(config, role) for role in roles)
             and holds_demonstrations(config, self.batch(config))
-            and all(
-                misfit(config, role, self.model) is None for role in roles if role in ("actor", "reference", "critic")
-            )
+            and all(misfit(config, role, self.models[role]) is None for role in roles)
         )
 
     def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:
@@ -201,7 +211,11 @@ def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
     elsewhere = config.model_copy(update={"placement": placement})
     model = check_before_start(elsewhere, tokenizer, prompts, held_out)
     problems = frozenset(broken_rules(config))
-    return Estimator(tokenizer, prompts, model, MemoryLimits.of(config, memory_gb), problems)
+    models = {
+        role: model if model_of(config, role)[0] is config.model else transformers_model(config, role, tokenizer)
+        for role in model_roles(config)
+    }
+    return Estimator(tokenizer, prompts, model, models, MemoryLimits.of(config, memory_gb), problems)
 
 
 def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -> bool:

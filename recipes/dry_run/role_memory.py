@@ -101,22 +101,36 @@ def role_memory(
 
 def meta_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PackedModel:
     """Return a role's model without values, with adapters and frozen weights, as a rank builds it before sharding."""
+    built = _packing(transformers_model(config, role, tokenizer))
     if role == "reward_model":
-        path = config.reward_model.path
-        assert path is not None, "a reward model is started only with a path"
-        classifier = _packing(build_meta_classifier(check_classifier(config.reward_model, tokenizer), path))
-        return ScalarHeadModel(language_model(classifier), linear_head(classifier))
-    section, key = config.model, "model.path"
-    if role == "critic" and config.critic.path is not None:
-        section, key = Model(path=config.critic.path, revision=config.critic.revision), "critic.path"
-    lm = _packing(build_meta_model(section, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer), key=key))
+        return ScalarHeadModel(language_model(built), linear_head(built))
     if role == "critic":
-        critic = ScalarHeadModel(language_model(lm))
+        critic = ScalarHeadModel(language_model(built))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
         return critic
     if role == "actor":
-        set_trained_weights(lm, config.actor, seed=config.seed)
-    return Policy(lm, chunk=role_compute(config, role).logprob_chunk)
+        set_trained_weights(built, config.actor, seed=config.seed)
+    return Policy(built, chunk=role_compute(config, role).logprob_chunk)
+
+
+def transformers_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return the model of transformers that a role's model is built from, on the meta device.
+
+    A critic is built from a language model, including its head.
+    """
+    section, key = model_of(config, role)
+    if role == "reward_model":
+        assert section.path is not None, "a reward model is started only with a path"
+        return build_meta_classifier(check_classifier(config.reward_model, tokenizer), section.path)
+    return build_meta_model(section, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer), key=key)
+
+
+def model_of(config: Config, role: str) -> tuple[Model, str]:
+    """Return the section that describes a role's model, and the key of its path."""
+    own = {"critic": config.critic, "reward_model": config.reward_model}.get(role)
+    if own is None or own.path is None:
+        return config.model, "model.path"
+    return Model(path=own.path, revision=own.revision), f"{role}.path"
 
 
 def _packing(model: PreTrainedModel) -> PreTrainedModel:

@@ -252,11 +252,13 @@ def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> I
 def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:
     """Yield the first candidates that fit, one of each layout.
 
-    Of a family of candidates, the one with the least memory comes first: if it doesn't fit, none of them does.
+    Of a family of candidates, the one with the least memory comes first: if it doesn't fit, none of them does. One that
+    can't run says nothing about the memory of others.
     """
     least = {each.family: each for each in sorted(ordered, key=lambda each: each.thrift[2:])}
     too_large: list[Candidate] = []
     layouts: set[tuple[int, ...]] = set()
+    refused: set[int] = set()
     tries = 0
     for candidate in ordered:
         for each in (least[candidate.family], candidate):
@@ -264,9 +266,13 @@ def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) ->
                 break
             if tries == _TRIES or len(layouts) == _MOST or (tries > 0 and time.process_time() > deadline):
                 return
+            if id(each) in refused:
+                continue
             tries += 1
             memory = _memory(each, estimator)
-            if memory is None or memory.excess > 0:
+            if memory is None:
+                refused.add(id(each))
+            elif memory.excess > 0:
                 too_large.append(each)
             elif each is candidate:
                 layouts.add(candidate.layout)

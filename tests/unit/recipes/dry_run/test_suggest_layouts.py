@@ -1,18 +1,24 @@
 """Suggestions: what is tried, in which order, and that the overrides that are printed fit."""
 
+import math
 import re
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlpack.config.compose import compose
 from rlpack.config.rules import broken_rules
 from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.value_models import Critic, RewardModel
+from rlpack.models.errors import ModelError
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
+from rlpack.recipes.dry_run.changes import with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
 from rlpack.recipes.dry_run.suggest_layouts import candidates, main
 from tests.builders import MODEL, tiny_config
@@ -189,3 +195,72 @@ def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(suggest_layouts, "_SECONDS", 0.0)
     main(config(2), 80, None, 10.0, print)
     assert "the search stopped after 0 s of CPU time" in capsys.readouterr().out
+
+
+def rewarded(folder: Path, family: str, **shape: Any) -> Config:
+    """Return a configuration of 4 ranks with a reward model of its own, of two layers."""
+    sizes = {"hidden_size": 36, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
+    classifier = AutoConfig.for_model(family, **(sizes | shape), num_labels=1)
+    AutoModelForSequenceClassification.from_config(classifier).save_pretrained(folder)
+    sections = {"data": DATA, "rollout": Rollout(max_new_tokens=32), "batching": Batching(max_tokens=512)}
+    trainer = Trainer(prompts_per_step=8, group_size=4, mini_batch_size=16)
+    return tiny_config(
+        "grpo",
+        **sections,
+        trainer=trainer,
+        reward_model=RewardModel(path=str(folder), weight=1.0),
+        placement=Placement(pools={"main": Pool(ranks=4, gpus_per_rank=1.0)}, address="auto"),
+    )
+
+
+def test_layouts_that_a_reward_model_of_its_own_does_not_fit_are_left_out(tmp_path: Path):
+    # The policy has 4 heads, 2 of keys and values; the reward model has 3 of each.
+    given = rewarded(tmp_path, "llama", num_attention_heads=3, num_key_value_heads=3)
+    estimator = open_estimator(given, 80)
+    assert estimator.can_run(with_value(given, "actor.parallel.pp", 2))
+    assert not estimator.can_run(with_value(given, "actor.parallel.tp", 2))
+    found = list(candidates(given, estimator, tflops=100.0, overhead_ms=1.0))
+    sizes = (1, 2, 4)
+    layouts = {(*each, 1, 1) for each in product(sizes, sizes, (1,), (1, 2)) if 4 % prod(each) == 0}
+    assert {each.layout for each in found} == layouts
+    assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
+
+
+def test_the_model_of_a_critic_of_its_own_is_checked_not_the_policy(tmp_path: Path):
+    shape = {"model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1}
+    one_head = AutoConfig.for_model(**(MODEL | shape), vocab_size=128)
+    AutoModelForCausalLM.from_config(one_head).save_pretrained(tmp_path)
+    given = grpo_config(256, Parallel())
+    sections = {name: getattr(given, name) for name in ("data", "trainer", "placement", "batching", "rollout")}
+    for critic, fits in ((Critic(), True), (Critic(path=str(tmp_path)), False)):
+        own = tiny_config("ppo", critic=critic, **sections)
+        assert open_estimator(own, 80).can_run(with_value(own, "actor.parallel.tp", 2)) == fits
+
+
+def test_the_search_goes_on_with_a_reward_model_that_tp_cannot_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    given = rewarded(tmp_path, "gpt_neox", num_attention_heads=4, hidden_size=32)
+    # Nothing fits, so variants with tp would be reached, too.
+    assert not main(given, 0.5, None, 10.0, print)
+    assert "none fits" in capsys.readouterr().out
+
+
+def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkeypatch: pytest.MonkeyPatch):
+    given = config(2, batching=Batching(max_tokens=128))  # every variant has several microbatches
+    estimator = open_estimator(given, 80)
+    ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
+    wanted = [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)]
+    memory, refused = Estimator.memory, list[int]()
+
+    def refusing(self: Estimator, variant: Config) -> Any:
+        # In each family, the variant with the least memory offloads the optimizer state.
+        if variant.actor.offload == "optimizer":
+            refused.append(id(variant))
+            raise ModelError("another role can't run with what it inherits")
+        return memory(self, variant)
+
+    monkeypatch.setattr(Estimator, "memory", refusing)
+    assert [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)] == wanted
+    assert len(wanted) == 3
+    assert len(refused) == len(set(refused)) > 0
