@@ -26,7 +26,16 @@ __all__ = ["TEXT_COLUMNS", "RankContext", "Trainable", "Worker", "broadcast", "o
 
 
 class Worker:
-    """One rank of a role."""
+    """One rank of a role.
+
+    Attributes:
+        context: the rank's place in its pool.
+        background_threads: number of calls of methods with `@sharded(background=True)` that the rank runs at the same
+            time, for example as many as a server takes. `__init__` may set it. With more than 1, these methods have to
+            be safe to call concurrently, and calls may end in any order.
+    """
+
+    background_threads: int = 1
 
     def __init__(self, context: RankContext) -> None:
         self.context = context

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Judge
 from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
+from rlpack.rewards.request_loop import RequestLoop
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.score_requests import RequestSettings, api_key
 from rlpack.rewards.scoring import FailureRate, combine_rewards
@@ -30,9 +31,11 @@ class JudgeWorker(Worker):
 
     def __init__(self, context: RankContext, settings: JudgeSettings, weight: float, max_failures: float) -> None:
         super().__init__(context)
+        self.background_threads = settings.concurrency  # enough to fill all slots, even by calls of one row
         self._settings = settings
         self._weight = weight
         self._failure_rate = FailureRate(max_failures, "judge.max_failures", HINT)
+        self._loop = RequestLoop(settings.concurrency)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -54,14 +57,16 @@ class JudgeWorker(Worker):
             TooManyFailuresError: too many rows have no score.
         """
         texts = {name: shard[name] for name in placeholders(self._settings.prompt_template)}
-        results, num_retries = asyncio.run(self._call_judge(texts, shard.num_rows))
-        columns = score_columns("judge", results, self._weight, num_retries)
-        self._failure_rate.record(results, first_failure("the judge", results))
-        return shard.keep([]).union(columns)
+        allowed = self._failure_rate.allowed(shard.num_rows)
 
-    async def _call_judge(self, texts: dict[str, list[str]], num_rows: int) -> tuple[list[RewardResult], int]:
-        client = JudgeClient(self._settings, self._failure_rate.allowed(num_rows))
-        return await client.score(texts, num_rows), client.num_retries
+        async def call_judge(slots: asyncio.Semaphore) -> tuple[list[RewardResult], int]:
+            client = JudgeClient(self._settings, allowed, slots=slots)
+            return await client.score(texts, shard.num_rows), client.num_retries
+
+        results, num_retries = self._loop.run(call_judge)
+        columns = score_columns("judge", results, self._weight, num_retries)
+        self._failure_rate.record(results, first_failure("the judge", results), allowed)
+        return shard.keep([]).union(columns)
 
 
 def score_columns(name: str, results: list[RewardResult], weight: float, num_retries: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
+from rlpack.rewards.request_loop import RequestLoop
 from rlpack.rewards.reward_model_client import RewardModelClient
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.score_requests import RequestSettings
@@ -32,10 +33,12 @@ class ServedRewardModelWorker(Worker):
         pad_token_id: int | None = None,
     ) -> None:
         super().__init__(context)
+        self.background_threads = settings.concurrency  # enough to fill all slots, even by calls of one row
         self._settings = settings
         self._weight = weight
         self._pad_token_id = pad_token_id
         self._failure_rate = FailureRate(max_failures, "judge.max_failures", HINT)
+        self._loop = RequestLoop(settings.concurrency)
 
     @classmethod
     def from_settings(
@@ -74,12 +77,13 @@ class ServedRewardModelWorker(Worker):
             TooManyFailuresError: too many rows have no score.
         """
         rows = [row.tolist() for row in shard["input_ids"].rows()]
-        results, num_retries = asyncio.run(self._call_model(rows))
-        columns = score_columns("served_model", results, self._weight, num_retries)
-        self._failure_rate.record(results, first_failure("the reward model", results))
-        return shard.keep([]).union(columns)
-
-    async def _call_model(self, rows: list[list[int]]) -> tuple[list[RewardResult], int]:
         allowed = self._failure_rate.allowed(len(rows))
-        client = RewardModelClient(self._settings, allowed, pad_token_id=self._pad_token_id)
-        return await client.score(rows), client.num_retries
+
+        async def call_model(slots: asyncio.Semaphore) -> tuple[list[RewardResult], int]:
+            client = RewardModelClient(self._settings, allowed, pad_token_id=self._pad_token_id, slots=slots)
+            return await client.score(rows), client.num_retries
+
+        results, num_retries = self._loop.run(call_model)
+        columns = score_columns("served_model", results, self._weight, num_retries)
+        self._failure_rate.record(results, first_failure("the reward model", results), allowed)
+        return shard.keep([]).union(columns)

@@ -23,7 +23,7 @@ class Call:
         returns_rows: the method returns a batch; its token-sized columns go to the object store, not to the driver.
         output_ranks: ranks whose results are returned, in this order; None for all that are called. The others run the
             method for its effects (collectives with the output ranks).
-        background: it runs in the role's own thread, while the ranks answer other calls.
+        background: it runs in one of the role's own threads, while the ranks answer other calls.
         ranks: the ranks that are called; None for ranks 0, 1, …
         of_start: how many times the ranks had been started when they got the earlier calls that this one depends on;
             None if it may be repeated after a restart.

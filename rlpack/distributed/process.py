@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -43,6 +43,13 @@ logger = logging.getLogger(__name__)
 _RAY_TERMINATES = "ray_terminate_msg"
 # Names the network interface that gloo uses.
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@runtime_checkable
+class _HasBackgroundThreads(Protocol):
+    """`rlpack.worker.Worker`, from which a user's role need not derive."""
+
+    background_threads: int
 
 
 class RankProcess:
@@ -154,9 +161,14 @@ class RankProcess:
         return offloaded
 
     def submit(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method as `call_rows` does, in the role's own thread, after the thread's earlier calls."""
+        """Run a method as `call_rows` does, in one of the role's own threads; calls start in the order of submission.
+
+        Threads start only as calls wait for one.
+        """
         if role not in self._threads:
-            self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"background-{role}")
+            worker = self._roles[role]
+            num_threads = worker.background_threads if isinstance(worker, _HasBackgroundThreads) else 1
+            self._threads[role] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"background-{role}")
         self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)
 
     def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:

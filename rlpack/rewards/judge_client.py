@@ -3,6 +3,7 @@
 The judge's answers are untrusted, like a policy's: an answer without a score in range is a counted failure.
 """
 
+import asyncio
 import json
 import re
 import string
@@ -46,11 +47,17 @@ _REFUSALS = frozenset({400, 413, 422})
 class JudgeClient:
     """Client that scores one batch."""
 
-    def __init__(self, settings: JudgeSettings, max_failed_rows: float = float("inf")) -> None:
-        """Allow `max_failed_rows` failed rows, as `ScoreRequests` does."""
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        max_failed_rows: float = float("inf"),
+        *,
+        slots: asyncio.Semaphore | None = None,
+    ) -> None:
+        """Allow `max_failed_rows` failed rows and use shared `slots`, as `ScoreRequests` does."""
         self._settings = settings
         self._url = f"{settings.url.rstrip('/')}/chat/completions"
-        self._requests = ScoreRequests(settings, self._url, self._read_score, max_failed_rows, _REFUSALS)
+        self._requests = ScoreRequests(settings, self._url, self._read_score, max_failed_rows, _REFUSALS, slots)
 
     @property
     def num_retries(self) -> int:

@@ -4,6 +4,7 @@ The score is the classifier's output at a row's last token, without activation. 
 tokenized again.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -18,18 +19,24 @@ class RewardModelClient:
     """Client that scores one batch."""
 
     def __init__(
-        self, settings: RequestSettings, max_failed_rows: float = float("inf"), *, pad_token_id: int | None = None
+        self,
+        settings: RequestSettings,
+        max_failed_rows: float = float("inf"),
+        *,
+        pad_token_id: int | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
-        """Allow `max_failed_rows` failed rows, as `ScoreRequests` does.
+        """Allow `max_failed_rows` failed rows and use shared `slots`, as `ScoreRequests` does.
 
         Args:
             settings: how the server is called.
             max_failed_rows: number of failed rows that are allowed.
             pad_token_id: the classifier's padding token; a row is scored at its last other token, as in transformers.
+            slots: held by each row in progress.
         """
         self._model, self._pad_token_id = settings.model, pad_token_id
         url = classify_url(settings.url)
-        self._requests = ScoreRequests(settings, url, partial(read_score, url=url), max_failed_rows)
+        self._requests = ScoreRequests(settings, url, partial(read_score, url=url), max_failed_rows, slots=slots)
 
     @property
     def num_retries(self) -> int:

@@ -7,8 +7,10 @@ for the whole exchange.
 import asyncio
 import ipaddress
 import os
+import ssl
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import httpx
@@ -31,7 +33,7 @@ class RequestSettings:
         url: base URL.
         model: name of the model on that server.
         api_key: sent as a bearer token; None sends none.
-        concurrency: number of simultaneous requests.
+        concurrency: number of simultaneous requests; with `rlpack.rewards.request_loop.RequestLoop`, of all batches.
         timeout_s: deadline of a request.
         retries: attempts after the first failed one.
         backoff_s: pause before the first retry; it doubles with each retry.
@@ -95,6 +97,7 @@ class ScoreRequests:
         read_score: Callable[[str], RewardResult],
         max_failed_rows: float = float("inf"),
         refusals: Collection[int] = (),
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         """Allow `max_failed_rows` failed rows.
 
@@ -107,12 +110,13 @@ class ScoreRequests:
                 another request may get a better answer.
             max_failed_rows: number of failed rows that are allowed.
             refusals: status codes by which the server refuses single rows, which fail without a retry, rather than all.
+            slots: held by each row in progress; by default the batch has `concurrency` slots of its own.
         """
         self.num_retries = 0
         self._refusals = refusals
         self._settings, self._url, self._read_score = settings, url, read_score
         self._failures_left = max_failed_rows
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency) if slots is None else slots
 
     async def score(self, bodies: Sequence[Mapping[str, Any]]) -> list[RewardResult]:
         """Return the result of each request.
@@ -124,9 +128,10 @@ class ScoreRequests:
         headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
         limits = httpx.Limits(max_connections=settings.concurrency)
         # If httpx is given a transport, it ignores the variables of proxies, but not those of certificates.
-        direct = httpx.AsyncHTTPTransport(limits=limits) if is_loopback(self._url) else None
+        certificates = _certificates()
+        direct = httpx.AsyncHTTPTransport(certificates, limits=limits) if is_loopback(self._url) else None
         async with httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=settings.timeout_s, transport=direct
+            headers=headers, verify=certificates, limits=limits, timeout=settings.timeout_s, transport=direct
         ) as client:
             tasks = [asyncio.create_task(self._score_row(client, body)) for body in bodies]
             try:
@@ -134,6 +139,7 @@ class ScoreRequests:
             finally:
                 for task in tasks:
                     task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)  # they use the client, and maybe shared slots
 
     async def _score_row(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> RewardResult:
         async with self._slots:
@@ -201,6 +207,12 @@ def is_loopback(url: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except (ValueError, httpx.InvalidURL):  # another host's name, or none; a request says what is wrong with a URL
         return False
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return the trusted certificates: to read them for every batch would take longer than a short request."""
+    return httpx.create_ssl_context()
 
 
 async def _read_body(response: httpx.Response) -> str:

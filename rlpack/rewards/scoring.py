@@ -5,6 +5,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -146,7 +147,11 @@ _LIMITS = {"timeout": "reward.timeout_s", "killed": "reward.memory_gb"}
 
 @dataclass
 class FailureRate:
-    """The rate of failed rows over a sliding window of batches.
+    """The rate of failed rows over a sliding window of batches; safe to use from several threads.
+
+    Batches may overlap. Each is allowed what the window leaves at its start, so together they may fail on more rows
+    than that before the first of them ends. This is acceptable, because it costs only requests: `record` counts one
+    batch after another, and raises as soon as their sum is too large.
 
     >>> rate = FailureRate(limit=0.1)
     >>> rate.allowed(32)
@@ -162,23 +167,38 @@ class FailureRate:
     key: str = "reward.max_failures"
     hint: str = "Fix the function{}, or raise reward.max_failures"
     _batches: deque[tuple[int, int]] = field(default_factory=deque)  # (rows, failed rows) of each batch
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def allowed(self, num_rows: int) -> float:
         """Return how many of the next `num_rows` rows may fail."""
+        with self._lock:
+            return self._allowed(num_rows)
+
+    def _allowed(self, num_rows: int) -> float:
         if self.limit >= 1:
             return math.inf
         self._drop_old_batches(num_rows)
         return self.limit * max(_WINDOW_ROWS, self._num_rows + num_rows) - self._num_failed
 
-    def record(self, rows: Sequence[RewardResult], first_failure: str) -> None:
+    def record(self, rows: Sequence[RewardResult], first_failure: str, allowed: float = math.inf) -> None:
         """Count a batch.
+
+        Args:
+            rows: its results.
+            first_failure: description of its first failure, for the error.
+            allowed: number of failed rows that it was allowed. If more failed, rows were skipped, so the run ends even
+                if the window, which batches that overlap move, would allow them by now.
 
         Raises:
             TooManyFailuresError: the rate exceeds the limit, or all rows so far failed and there are at least 16.
         """
+        with self._lock:
+            self._record(rows, first_failure, allowed)
+
+    def _record(self, rows: Sequence[RewardResult], first_failure: str, allowed: float) -> None:
         problems = Counter(row.problem for row in rows if row.failed)
         failed = problems.total()
-        too_many = failed > self.allowed(len(rows))
+        too_many = failed > min(allowed, self._allowed(len(rows)))
         self._batches.append((len(rows), failed))
         if self.limit >= 1 or not failed:
             return

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,26 @@ class Waiter(Worker):
         self.begun.set()
         assert self.may_end.wait(30)
         return BatchedDataDict({"text": ["a", "b"]}, row_ids=[1, 0])
+
+
+class Overlapping(Worker):
+    """Counts how many of its calls run at the same time; each waits until a number of calls do, or a deadline."""
+
+    def __init__(self, context: RankContext, awaited: int, wait_s: float) -> None:
+        super().__init__(context)
+        self.awaited, self.wait_s, self.changed = awaited, wait_s, threading.Condition()
+        self.begun: list[int] = []
+        self.running = self.most = 0
+
+    def tell(self, number: int) -> BatchedDataDict:
+        with self.changed:
+            self.begun.append(number)
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most >= self.awaited, self.wait_s)
+            self.running -= 1
+        return BatchedDataDict({"text": [str(number)]}, row_ids=[0])
 
 
 class Namer(Worker):
@@ -281,6 +302,29 @@ def test_a_background_call_that_is_discarded_is_canceled_or_drops_its_rows_at_it
     assert len(running.result(30).sizes) == 1  # of a column that the rank keeps
     process._threads["waiter"].shutdown()
     assert (waiter.calls, process._columns, process._background) == (1, {}, {})
+
+
+@pytest.mark.parametrize("derives_from_worker", [True, False])
+def test_background_calls_of_a_role_run_one_at_a_time_and_in_order(process: RankProcess, derives_from_worker: bool):
+    worker = Overlapping(RankContext(), awaited=2, wait_s=0.02)
+    process._roles["judge"] = worker if derives_from_worker else SimpleNamespace(tell=worker.tell)
+    for call_id in range(6):
+        process.submit(call_id, "judge", "tell", {}, call_id)
+    for call_id in range(6):
+        assert process.result(call_id, 30) is not None
+    assert (worker.begun, worker.most) == ([*range(6)], 1)
+
+
+def test_a_role_says_how_many_of_its_background_calls_run_at_a_time(process: RankProcess):
+    worker = Overlapping(RankContext(), awaited=3, wait_s=10.0)
+    worker.background_threads = 3
+    process._roles["judge"] = worker
+    for call_id in range(6):
+        process.submit(call_id, "judge", "tell", {}, call_id)
+    for call_id in range(6):
+        assert process.result(call_id, 30) is not None
+        assert process.pop_columns(call_id) == [{"text": [str(call_id)]}]
+    assert (sorted(worker.begun), worker.most) == ([*range(6)], 3)
 
 
 def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):

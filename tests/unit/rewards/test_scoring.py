@@ -1,6 +1,8 @@
 import pickle
 import re
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -210,6 +212,44 @@ def test_no_failure_is_too_many_where_none_may_be():
     rate.record([RewardResult(1.0)], "f")
     with pytest.raises(TooManyFailuresError):
         rate.record([RewardResult(1.0), ERROR], "f")
+
+
+def test_failures_of_batches_that_overlap_are_added_up():
+    rate = FailureRate(0.1)
+    allowed = [rate.allowed(8) for _ in range(2)]
+    assert allowed == [10, 10]
+    rate.record([*[ERROR] * 6, *[RewardResult(1.0)] * 2], "f", allowed[0])
+    with pytest.raises(TooManyFailuresError, match="failed on 6 of 8 rows"):
+        rate.record([*[ERROR] * 6, *[RewardResult(1.0)] * 2], "f", allowed[1])
+
+
+def test_a_batch_that_skipped_rows_ends_the_run_even_if_others_moved_the_window_meanwhile():
+    rate = FailureRate(0.1)
+    rate.record([*[ERROR] * 9, *[RewardResult(1.0)] * 31], "f")
+    allowed = rate.allowed(4)
+    assert allowed == 1
+    for _ in range(2):
+        rate.record([RewardResult(1.0)] * 60, "f", rate.allowed(60))
+    assert rate.allowed(4) > 4
+    with pytest.raises(TooManyFailuresError, match="failed on 4 of 4 rows"):
+        rate.record([ERROR] * 4, "f", allowed)
+
+
+def test_threads_can_share_a_rate_of_failures():
+    rate, interval = FailureRate(0.5), sys.getswitchinterval()
+
+    def record() -> None:
+        for _ in range(300):
+            rate.record([RewardResult(1.0)], "f", rate.allowed(1))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for recorded in [threads.submit(record) for _ in range(4)]:
+                recorded.result(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert rate.allowed(1) == 50
 
 
 def test_output_is_shown_once_without_its_control_characters_and_counted(scorers, caplog):
