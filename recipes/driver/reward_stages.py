@@ -156,7 +156,8 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
             # Columns [B, k] are in the store.
             if name.startswith(prefix) and isinstance(column, Tensor) and column.ndim == 1:
                 numbers = column[~column.isnan()].float()
-                step.metrics[family + name.removeprefix(prefix)] = numbers.mean().item() if numbers.numel() else 0.0
+                if numbers.numel():  # otherwise 0 would look like a reward
+                    step.metrics[family + name.removeprefix(prefix)] = numbers.mean().item()
     valid_rewards = rewards[valid]
     step.metrics |= {
         "reward/mean": valid_rewards.mean().item() if valid_rewards.numel() else 0.0,

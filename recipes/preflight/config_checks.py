@@ -53,7 +53,7 @@ from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.score_requests import api_key
 from rlpack.startup.dataset_checks import answer_columns, check_enough_rows, check_reward_columns, check_stop_ids
-from rlpack.startup.function_sources import advantage_columns, judges_advantage
+from rlpack.startup.function_sources import advantage_columns, uses_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
 from rlpack.workers.loss import PolicyGradientLoss
@@ -202,7 +202,7 @@ def _check_algorithm(config: Config) -> None:
     except Exception as error:  # the function may be a user's
         reason = f"whose call with five tokens failed: {describe_exception(error)}"
         raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
-    if judges_advantage(config):
+    if uses_advantage(config):
         find_advantage(settings.advantage, settings.advantage_arguments, advantage_columns(config))
 
 

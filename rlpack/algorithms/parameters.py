@@ -21,7 +21,7 @@ _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 def check_parameters(
     parameters: Sequence[inspect.Parameter],
     key: str,
-    offered: Iterable[str],
+    offered: Iterable[str] | None,
     arguments: Mapping[str, Any],
     *,
     positional: int,
@@ -31,7 +31,7 @@ def check_parameters(
     Args:
         parameters: the function's parameters.
         key: `algorithm.loss` or `algorithm.advantage`.
-        offered: names of arguments that are passed only if the function has such parameters.
+        offered: names of arguments that are passed only if the function has such parameters; None if that isn't known.
         arguments: names and values of arguments that are always passed.
         positional: number of arguments that are passed by position.
 
@@ -47,6 +47,8 @@ def check_parameters(
         raise AlgorithmError(
             f"{key}_arguments.{min(unknown)} is not a parameter of the function that can be set; {those}"
         )
+    if offered is None:
+        return
     available = {*offered, *arguments}
     for parameter in parameters[positional:]:
         if not _is_variadic(parameter) and parameter.default is parameter.empty and parameter.name not in available:

@@ -132,7 +132,12 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
 
 
 def _check(
-    function: Callable[..., Any], key: str, offered: Iterable[str], arguments: Mapping[str, Any], *, positional: int
+    function: Callable[..., Any],
+    key: str,
+    offered: Iterable[str] | None,
+    arguments: Mapping[str, Any],
+    *,
+    positional: int,
 ) -> None:
     """Raise an `AlgorithmError` if the function lacks an argument, or requires one that is not offered."""
     with UserCode(key, AlgorithmError):

@@ -116,7 +116,7 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
     >>> unknown_key_problem("sft_warmup.stepz")
     'sft_warmup.stepz is not a key; did you mean sft_warmup.steps? sft_warmup has: steps, batch_size, learning_rate'
     """
-    if answer := foreign_answer(path):
+    if answer := foreign_answer(path) or _argument_of_role(path):
         return f"{path} is not a key; {answer}"
     root = root or ROOT
     top = path.partition(".")[0]
@@ -137,6 +137,15 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
         return f"{path} is not a key; {answer}"
     hint = f"; did you mean {nearest}?" + (f" ({note})" if note else "") if nearest else ";"
     return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"
+
+
+def _argument_of_role(path: str) -> str:
+    """Return how to set an argument of a role's class that was written as a key of the role; "" for another path."""
+    section, name, rest = [*path.split(".", 2), "", ""][:3]
+    keys = children(children(ROOT)["roles"]).get(ANY_NAME)
+    if section != "roles" or not rest or keys is None or get_close_matches(rest.partition(".")[0], children(keys)):
+        return ""
+    return f"arguments of a role's class are set as roles.{name}.arguments.{rest}"
 
 
 def _known_part(path: str, root: Key) -> tuple[str, list[str], Mapping[str, Key]]:

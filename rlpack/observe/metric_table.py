@@ -45,7 +45,7 @@ METRICS: dict[str, Metric] = {
     "reward/output_bytes": Metric("bytes", "Output of reward functions to standard output and error."),
     "reward/retries": Metric("1", "Requests to a judge or a served reward model beyond the first of each row."),
     "reward/functions/<name>": Metric(
-        "1", "Mean unweighted reward of one of reward.functions, or of a role's column reward_<name>."
+        "1", "Mean unweighted reward of one of reward.functions, or of a role's column reward_<name>, where it has one."
     ),
     "reward/roles/<name>": Metric("1", "Mean contribution of one of several scoring roles to the reward."),
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),

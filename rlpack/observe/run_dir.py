@@ -171,7 +171,9 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
         raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
     changed = changed_keys(before, config) if before else []
     if changed:
-        logger.warning("resumed with values that changed since the last start: %s", ", ".join(changed))
+        old, new = flat(before), flat(config)
+        values = (f"{key}={new.get(key)} (was {old.get(key)})" for key in changed)
+        logger.warning("resumed with values that changed since the last start: %s", ", ".join(values))
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

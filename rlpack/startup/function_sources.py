@@ -38,21 +38,37 @@ def check_function_sources(config: Config) -> None:
         return
     offered = {"tokens", "statistics", *dict(settings)}
     _check("algorithm.loss", settings.loss, offered, settings.loss_arguments, positional=1)
-    if judges_advantage(config):
+    if uses_advantage(config):
+        check_not_columns(settings.advantage_arguments)
         names = advantage_columns(config)
         _check("algorithm.advantage", settings.advantage, names, settings.advantage_arguments, positional=0)
 
 
-def judges_advantage(config: Config) -> bool:
-    """Return whether an advantage function is used and its columns are known; a user's role may add any column."""
-    built_in = {role.target for role in builtin_roles().values()}
-    has_own_roles = any(config.roles[name].target not in built_in for name in started_roles(config))
-    return "algorithm.advantage" not in recipe_of(config).ignores and not has_own_roles
+def uses_advantage(config: Config) -> bool:
+    """Return whether the recipe calls the advantage function."""
+    return "algorithm.advantage" not in recipe_of(config).ignores
 
 
-def advantage_columns(config: Config) -> set[str]:
-    """Return the names of the arguments that an advantage function gets if it has such parameters."""
-    roles = started_roles(config)
+def check_not_columns(arguments: Mapping[str, Any]) -> None:
+    """Raise if an argument would replace one of the columns that every advantage function can name.
+
+    Raises:
+        AlgorithmError: names the argument.
+    """
+    for name in sorted(arguments.keys() & set(_ROW_COLUMNS)):
+        raise AlgorithmError(
+            f"algorithm.advantage_arguments.{name} would replace the column {name!r} of the batch; remove it"
+        )
+
+
+def advantage_columns(config: Config) -> set[str] | None:
+    """Return the names of the arguments that an advantage function gets if it has such parameters.
+
+    None if that isn't known, because a user's role may add any column.
+    """
+    roles, built_in = started_roles(config), {role.target for role in builtin_roles().values()}
+    if any(config.roles[name].target not in built_in for name in roles):
+        return None
     scorers = [name for name in ("reward", "reward_model") if name in roles]
     added = [f"reward_{name}" for name in config.reward.functions]
     added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
@@ -61,7 +77,7 @@ def advantage_columns(config: Config) -> set[str]:
     return {*_ROW_COLUMNS, *added, *dict(config.algorithm)}
 
 
-def _check(key: str, target: str, offered: set[str], arguments: Mapping[str, Any], *, positional: int) -> None:
+def _check(key: str, target: str, offered: set[str] | None, arguments: Mapping[str, Any], *, positional: int) -> None:
     """Check one function."""
     try:
         definition = _users(key, target) if ":" in target else _built_in(target)

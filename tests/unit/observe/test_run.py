@@ -230,7 +230,7 @@ def test_a_missing_package_leaves_the_directory_free(tmp_path: Path, monkeypatch
 def test_resuming_with_other_values_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path).finish()
     start(tmp_path, Config(seed=2, resume="auto")).finish()
-    assert "values that changed since the last start: seed" in caplog.text
+    assert "values that changed since the last start: seed=2 (was 1)" in caplog.text
 
 
 def test_secrets_are_hidden_and_token_counts_are_not(tmp_path: Path) -> None:

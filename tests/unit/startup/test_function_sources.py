@@ -54,6 +54,23 @@ def test_a_function_that_is_certainly_wrong_is_refused_as_after_its_import(tmp_p
     sys.modules.pop("a_wrong_loss")
 
 
+def test_arguments_of_an_advantage_are_checked_though_a_role_may_add_columns(tmp_path, monkeypatch):
+    (tmp_path / "a_scaled_advantage.py").write_text("def f(rewards, bonus, factor=1.0): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    roles = builtin_roles() | {"mine": Role(target="my_package.roles:Mine")}
+    settings = Algorithm(advantage="a_scaled_advantage:f", advantage_arguments={"factor": 2.0})
+    check_function_sources(Config(algorithm=settings, roles=roles))
+    settings = Algorithm(advantage="a_scaled_advantage:f", advantage_arguments={"factro": 2.0})
+    with pytest.raises(AlgorithmError, match="factro is not a parameter of the function that can be set; those are"):
+        check_function_sources(Config(algorithm=settings, roles=roles))
+
+
+def test_an_argument_of_an_advantage_cannot_replace_a_column():
+    settings = Algorithm(advantage="rloo", advantage_arguments={"rewards": 2.0})
+    with pytest.raises(AlgorithmError, match="rewards would replace the column 'rewards' of the batch; remove it"):
+        check_function_sources(Config(algorithm=settings))
+
+
 def test_a_judge_in_place_of_the_reward_functions_may_add_any_column(tmp_path, monkeypatch):
     (tmp_path / "an_advantage.py").write_text("def f(rewards, reward_of_style): ...")
     monkeypatch.syspath_prepend(tmp_path)

@@ -83,9 +83,8 @@ def test_counts_of_scoring_roles_are_summed_over_roles_and_over_the_calls_of_a_s
         zeros = torch.zeros(3)
         failures = torch.tensor([0, 1, 4])  # a row that was late, one without a number
         part = torch.tensor([0.5, torch.nan, 1.0])
-        return batch.keep([]).union(
-            {"rewards": zeros + 1, "quarantined": failures > 0, "reward_failure": failures, "reward_style": part}
-        )
+        counts = {"quarantined": failures > 0, "reward_failure": failures}
+        return batch.keep([]).union({"rewards": zeros + 1, "reward_style": part, "reward_none": zeros / 0, **counts})
 
     def judge(batch: BatchedDataDict) -> BatchedDataDict:
         zeros = torch.zeros(3)
@@ -103,6 +102,7 @@ def test_counts_of_scoring_roles_are_summed_over_roles_and_over_the_calls_of_a_s
     counts = {name: step.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
     assert counts == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
     assert step.metrics["reward/functions/style"] == 0.75
+    assert "reward/functions/none" not in step.metrics
     assert scored["rewards_of_reward"].nan_to_num(-1.0).tolist() == [1.0, -1.0, -1.0]
     assert (step.metrics["reward/roles/reward"], step.metrics["reward/roles/judge"]) == (1.0, 0.0)
     assert step.metrics["reward/quarantined"] == 2
