@@ -33,6 +33,7 @@ class EngineMemory:
         host: bytes that it moves to host memory while it sleeps.
         sleeps: whether it frees weights and cache while other roles work.
         keeps_cache: whether an engine that doesn't sleep has its cache at all times, not only while it generates.
+        start: bytes of a whole model in host memory next to a GPU, while the engine starts.
     """
 
     weights: int
@@ -40,6 +41,7 @@ class EngineMemory:
     host: int = 0
     sleeps: bool = False
     keeps_cache: bool = False
+    start: int = 0
 
     @property
     def kept(self) -> int:
@@ -70,7 +72,7 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
         cache = 0
         with suppress(ModelError):  # states of recurrent models don't grow with the row
             cache = int(_ROOM * Shape.of(model.config).cache_bytes(running * longest, "fp32"))
-        return EngineMemory(weights, cache + prepared)
+        return EngineMemory(weights, cache + prepared, start=weights if gpus else 0)
     shape = Shape.of(model.config)
     dtype = config.rollout.dtype or config.actor.precision
     weights = numbers * (2 if dtype == "bf16" else 4) // max(1, gpus)
@@ -78,6 +80,8 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     arguments = engine_arguments(settings, shape, model="", dtype=dtype, max_length=longest, gpus=gpus)
     asleep = sleep_level(config)
     kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
+    if gpus and config.model.path is None:  # a new model is built whole, and written for vLLM to read
+        kept["start"] = 4 * numbers
     if "kv_cache_memory_bytes" in arguments:
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
     share = settings.vllm.get("gpu_memory_utilization", _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU)

@@ -78,7 +78,8 @@ def _pool_lines(pool: PoolMemory) -> Iterator[str]:
         f"are assumed for {what}"
     )
     if pool.on_gpu:
-        yield f"a rank's host memory: {in_units(pool.host)}"
+        whole = f", with up to {in_units(pool.whole)} for a whole model as a role starts" if pool.whole else ""
+        yield f"a rank's host memory: {in_units(pool.host)}{whole}"
 
 
 def _rows(pool: PoolMemory) -> Iterator[list[str]]:

@@ -34,7 +34,7 @@ class RoleMemory:
     Attributes:
         model: memory of its model.
         offload: what GPUs offload to host memory; `none` on CPUs.
-        start: additional bytes while its model is built.
+        start: additional bytes while its model is built; next to a GPU, first in host memory.
         copied: bytes of the copy from which an asynchronous checkpoint is written, in host memory.
     """
 
@@ -48,6 +48,11 @@ class RoleMemory:
         """Return the bytes that are in host memory next to a GPU."""
         memory = self.model
         return {"none": 0, "optimizer": memory.optimizer, "parameters": memory.kept}[self.offload]
+
+    @property
+    def host_at_start(self) -> int:
+        """Return the bytes that are in host memory next to a GPU before the first step, once its model is built."""
+        return self.model.weights if self.offload == "parameters" else 0
 
     @property
     def kept(self) -> int:
@@ -102,12 +107,38 @@ class PoolMemory:
         return self.kept + max(calls) + (CONTEXT_BYTES if self.on_gpu else PROCESS_BYTES)
 
     @property
+    def whole(self) -> int:
+        """Return the bytes of the largest model that a rank next to a GPU has whole in host memory at one time."""
+        starts = [role.start for role in self.roles.values()] + ([self.engine.start] if self.engine is not None else [])
+        return max(starts, default=0) if self.on_gpu else 0
+
+    @property
     def host(self) -> int:
         """Return the bytes of host memory of a rank; for a rank on a CPU, all of its bytes."""
+        return self.host_after_start + self.starting
+
+    @property
+    def host_after_start(self) -> int:
+        """Return the bytes of host memory of a rank once all roles are built."""
         if not self.on_gpu:
             return self.peak
         asleep = self.engine.host if self.engine is not None else 0
         return PROCESS_BYTES + asleep + sum(role.host + role.copied for role in self.roles.values())
+
+    @property
+    def starting(self) -> int:
+        """Return the additional bytes of host memory of a rank next to a GPU while roles are built.
+
+        Roles are built one after another, before the first step: there are no moments and no copies of weights yet.
+        """
+        if not self.on_gpu:
+            return 0
+        asleep = self.engine.host if self.engine is not None else 0
+        built = asleep + sum(role.host_at_start for role in self.roles.values())
+        starts = [role.start + built - role.host_at_start for role in self.roles.values()]
+        if self.engine is not None:
+            starts.append(self.engine.start + built - asleep)
+        return max(0, PROCESS_BYTES + max(starts, default=0) - self.host_after_start)
 
 
 @dataclass(frozen=True)
@@ -128,8 +159,12 @@ class RunMemory:
 
     @property
     def host(self) -> int:
-        """Return the host memory of all ranks and of the object store."""
-        return self.store + sum(pool.ranks * pool.host for pool in self.pools)
+        """Return the host memory of all ranks and of the object store.
+
+        Pools build their roles one after another.
+        """
+        starting = max((pool.ranks * pool.starting for pool in self.pools), default=0)
+        return self.store + sum(pool.ranks * pool.host_after_start for pool in self.pools) + starting
 
     @property
     def excess(self) -> int:
@@ -146,8 +181,15 @@ class RunMemory:
         if self.host_limit is not None and self.host > self.host_limit:
             yield (
                 f"all ranks together need {in_units(self.host)} of host memory, and the machine has "
-                f"{in_units(self.host_limit)}"
+                f"{in_units(self.host_limit)}{self._start_note()}"
             )
+
+    def _start_note(self) -> str:
+        """Return a note on whole models, if host memory is highest while roles are built."""
+        pool = max(self.pools, key=lambda each: each.ranks * each.starting)
+        if not pool.starting:
+            return ""
+        return f"; as a role of pool {pool.name} starts, each rank holds a whole model of up to {in_units(pool.whole)}"
 
 
 def run_memory(

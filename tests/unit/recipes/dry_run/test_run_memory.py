@@ -1,14 +1,19 @@
 """The memory of a run: what counts at the same time, on devices and in host memory, against sums made by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpack.config.schema import Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.data.tokenization import character_tokenizer
+from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
+from rlpack.recipes.dry_run.engine_memory import EngineMemory
 from rlpack.recipes.dry_run.estimate_run import open_estimator
 from rlpack.recipes.dry_run.memory_report import memory_lines
-from rlpack.recipes.dry_run.run_memory import PoolMemory
+from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
 from tests.builders import MODEL, tiny_config
 
 # Two layers of 128, with the head size of 32 that vLLM's kernels for CPUs take.
@@ -76,3 +81,68 @@ def test_a_pool_that_only_generates_has_weights_and_cache(gpus: float):
     given = config(pools, {"rollout": "engines"}, rollout=vllm())
     engines = pools_of(given)["engines"]
     assert engines.peak == weights_of(given) // gpus + GB // gpus + CONTEXT
+
+
+def model_of(weights: int, *, optimizer: int = 0, gradients: int = 0) -> ModelMemory:
+    return ModelMemory(weights, optimizer, gradients, {"weights": weights}, {}, 0, 0)
+
+
+def test_a_whole_model_is_in_the_host_memory_of_every_rank_as_it_starts():
+    # Roles of a rank start one after another, so the largest counts; an engine's weights may sleep there meanwhile.
+    roles = {
+        "actor": RoleMemory(model_of(35 * GB), start=200 * GB),
+        "reference": RoleMemory(model_of(0), start=280 * GB),
+    }
+    engine = EngineMemory(14 * GB, 26 * GB, host=14 * GB, sleeps=True)
+    pool = PoolMemory("main", 2, on_gpu=True, limit=None, roles=roles, engine=engine)
+    assert pool.host == PROCESS + 14 * GB + 280 * GB
+    (problem,) = RunMemory((pool,), store=GB, host_limit=500 * GB).problems()
+    assert problem == (
+        "all ranks together need 590 GB of host memory, and the machine has 500 GB; as a role of pool main starts, "
+        "each rank holds a whole model of up to 280 GB"
+    )
+    assert "a rank's host memory: 294 GB, with up to 280 GB for a whole model as a role starts" in "\n".join(
+        memory_lines(RunMemory((pool,), store=GB, host_limit=None))
+    )
+
+
+def test_moments_are_not_in_host_memory_before_the_first_step():
+    actor = RoleMemory(model_of(10 * GB, optimizer=20 * GB, gradients=10 * GB), "parameters", start=30 * GB)
+    reference = RoleMemory(model_of(10 * GB), "parameters", start=30 * GB)
+    for roles, host in (
+        ({"actor": actor}, 40 * GB),  # later: weights, gradients and moments
+        ({"reference": reference}, 30 * GB),  # at its start, before its own weights are offloaded
+        ({"actor": actor, "reference": reference}, 50 * GB),  # later, against 10 + 30 at the start
+    ):
+        assert PoolMemory("main", 2, on_gpu=True, limit=None, roles=roles, engine=None).host == PROCESS + host
+
+
+def test_pools_start_one_after_another():
+    first, second = (
+        PoolMemory(name, 2, on_gpu=True, limit=None, roles={name: RoleMemory(model_of(0), start=size)}, engine=None)
+        for name, size in (("actor", 30 * GB), ("critic", 50 * GB))
+    )
+    assert RunMemory((first, second), store=0, host_limit=None).host == 4 * PROCESS + 2 * 50 * GB
+
+
+def test_ranks_on_cpus_have_their_models_in_one_memory():
+    role = RoleMemory(model_of(10 * GB), start=30 * GB)
+    pool = PoolMemory("main", 2, on_gpu=False, limit=None, roles={"reference": role}, engine=None)
+    assert pool.host == pool.peak == PROCESS + 40 * GB
+
+
+@pytest.mark.parametrize("path", [False, True])
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_an_engine_may_have_a_whole_model_in_host_memory_as_it_starts(engine: str, path: bool, tmp_path: Path):
+    """The `hf` engine loads any model whole in fp32; vLLM loads files, which rlpack writes for a new model."""
+    sections: dict[str, Any] = {"rollout": Rollout(max_new_tokens=32) if engine == "hf" else vllm(dtype="bf16")}
+    if path:
+        saved = AutoConfig.for_model(**(MODEL | {"hidden_size": 128}), vocab_size=128)
+        AutoModelForCausalLM.from_config(saved).save_pretrained(tmp_path)
+        character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(tmp_path)
+        sections["model"] = Model(path=str(tmp_path))
+    pools = {"main": Pool(ranks=1, gpus_per_rank=1.0), "engines": Pool(ranks=2, gpus_per_rank=1.0)}
+    given = config(pools, {"rollout": "engines"}, **sections)
+    engines = pools_of(given)["engines"]
+    whole = 0 if path and engine == "vllm" else weights_of(given)
+    assert engines.host == PROCESS + whole
