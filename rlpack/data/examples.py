@@ -73,15 +73,25 @@ class PromptDataset:
         return iter(self.examples)
 
 
-def prompt_text(example: Example) -> str:
+def prompt_text(example: Example, *, has_template: bool = True) -> str:
     """Return the text of a prompt that no chat template renders.
+
+    Args:
+        example: the prompt.
+        has_template: whether the tokenizer has a chat template, for the message.
 
     Raises:
         DataError: it is a list of chat messages.
     """
-    if not isinstance(example.prompt, str):
-        raise DataError(f"prompt {example.uid!r} is a list of chat messages; set data.chat_template=true")
-    return example.prompt
+    if isinstance(example.prompt, str):
+        return example.prompt
+    what = f"prompt {example.uid!r} is a list of chat messages"
+    if has_template:
+        raise DataError(f"{what}; set data.chat_template=true")
+    raise DataError(
+        f"{what}, which need a tokenizer with a chat template; set model=pretrained model.path=… or model.tokenizer=… "
+        "to one that has a template, and data.chat_template=true"
+    )
 
 
 def conversation(prompt: Prompt) -> str:

@@ -91,12 +91,15 @@ def tokenize_prompts(
         DataError: messages without a chat template, text that the tokenizer cannot encode, or an empty prompt.
     """
     specials = _special_tokens(tokenizer)
+    has_template = tokenizer.chat_template is not None
     if chat_template:
+        for example in () if has_template else examples:
+            prompt_text(example, has_template=False)
         encoded = [
             _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials) for example in examples
         ]
     else:
-        texts = [prompt_text(example) for example in examples]
+        texts = [prompt_text(example, has_template=has_template) for example in examples]
         places = [f"prompt {example.uid!r}" for example in examples]
         encoded = _encode_texts(tokenizer, texts, places, specials, add_special_tokens=True)
         end = tokenizer.eos_token_id
@@ -292,8 +295,24 @@ def _encode_messages(
         is_replaced = number % 2 == 1
         text = replaced[int(piece)] if is_replaced else piece
         literal = specials if is_replaced else None
-        ids += _encode_texts(tokenizer, [text], [where], literal, add_special_tokens=False)[0]
+        encoded = _encode_texts(tokenizer, [text], [where], literal, add_special_tokens=False)[0]
+        if not is_replaced:
+            _check_rendered(tokenizer, text, where, encoded, specials)
+        ids += encoded
     return ids
+
+
+def _check_rendered(
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, ids: list[int], specials: _SpecialTokens
+) -> None:
+    """Raise if a rendered text has more unknown tokens than the chat template spells out.
+
+    Some tokenizers have one token that is both unknown and the end of a sequence, which templates do spell out.
+    """
+    if specials.unknown is None or ids.count(specials.unknown) <= text.count(str(tokenizer.unk_token)):
+        return
+    plain = specials.pattern.sub("", text)
+    raise DataError(_unknown_characters(tokenizer, plain, f"{where}, as the chat template renders it,"))
 
 
 def _unused_character(texts: Sequence[str]) -> tuple[str, str]:

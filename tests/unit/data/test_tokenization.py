@@ -172,6 +172,23 @@ def test_any_character_may_be_in_any_field_of_a_message():
     assert tokenizer.decode(ids) == "\ue002\ue000a\ue001"
 
 
+@pytest.mark.parametrize("prompt", ["aZ", [{"role": "system", "content": "b"}, {"role": "user", "content": "<eos>aZ"}]])
+def test_messages_with_characters_that_can_not_be_encoded_are_refused(chat, prompt):
+    expected = r"prompt 'row-7', as the chat template renders it, has characters that .* cannot encode: \['Z'\]; in '"
+    with pytest.raises(DataError, match=expected):
+        encode_prompt(chat, Example("row-7", prompt), chat_template=True)
+    chat.chat_template = "Z" + TEMPLATE
+    with pytest.raises(DataError, match=expected):
+        encode_prompt(chat, Example("row-7", "a"), chat_template=True)
+
+
+def test_a_template_may_write_the_unknown_token(chat):
+    chat.chat_template = TEMPLATE.replace("<eos>", "<unk>")
+    assert encode_prompt(chat, Example("0", "a"), chat_template=True).count(chat.unk_token_id) == 1
+    with pytest.raises(DataError, match=r"prompt 'row-7', .* cannot encode: \['Z'\]"):
+        encode_prompt(chat, Example("row-7", "Z"), chat_template=True)
+
+
 def test_a_text_prompt_through_a_template_is_one_message_of_the_user(chat):
     messages = [{"role": "user", "content": "ab"}]
     text = encode_prompt(chat, Example("0", "ab"), chat_template=True)
@@ -200,14 +217,20 @@ def test_the_alphabet_of_a_dataset_encodes_all_its_texts():
     ("example", "chat_template", "text"),
     [
         (Example("row-7", "aZ"), False, r"prompt 'row-7' has characters that tokenizer .* cannot encode: \['Z'\]"),
-        (Example("row-7", [{"role": "user", "content": "a"}]), False, "'row-7' .* set data.chat_template=true"),
-        (Example("row-7", "a"), True, "'row-7': tokenizer '.*' has no chat template"),
+        (Example("row-7", [{"role": "user", "content": "a"}]), False, "'row-7' .* which need .* with a chat template"),
+        (Example("row-7", [{"role": "user", "content": "a"}]), True, "'row-7' .* which need .* with a chat template"),
+        (Example("row-7", "a"), True, "'row-7': tokenizer '.*' has no chat template; set data.chat_template=false"),
         (Example("row-7", ""), False, "'row-7' has no tokens"),
     ],
 )
 def test_prompts_that_can_not_be_encoded_are_named(tokenizer, example, chat_template, text):
     with pytest.raises(DataError, match=text):
         encode_prompt(tokenizer, example, chat_template=chat_template)
+
+
+def test_messages_for_a_tokenizer_with_a_template_need_the_key_only(chat):
+    with pytest.raises(DataError, match=r"^prompt 'row-7' is a list of chat messages; set data.chat_template=true$"):
+        encode_prompt(chat, Example("row-7", [{"role": "user", "content": "a"}]), chat_template=False)
 
 
 def test_a_template_that_rejects_messages_is_named(chat):
