@@ -29,6 +29,12 @@ _TEXTS: dict[SignatureKind, tuple[str, ...]] = {
 _EXAMPLES = "def f(prompts, completions, answer), def f(prompt, completion, answer) or verl's compute_score"
 # Other libraries' and datasets' names for the column `answer`; `solution` would look like `completion`.
 _ANSWERS = {"solution", "solutions", "ground_truth", "label", "labels", "target", "targets", "reference", "gold"}
+# What functions call the columns that these keys name; columns that other keys name aren't passed.
+_OWN_NAMES: dict[SignatureKind, dict[str, str]] = {
+    "batched": {"data.prompt_column": "prompts", "data.answer_column": "answer"},
+    "single": {"data.prompt_column": "prompt", "data.answer_column": "answer"},
+    "verl": {"data.answer_column": "ground_truth"},
+}
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -139,8 +145,16 @@ def check_signature(
     columns: Iterable[str],
     arguments: Mapping[str, Any],
     key: str = "reward.arguments",
+    column_keys: Mapping[str, str] | None = None,
 ) -> None:
     """Raise unless a function can be called with these columns and arguments.
+
+    Args:
+        signature: how the function is called.
+        columns: the columns that it can be passed.
+        arguments: its configured arguments.
+        key: the configuration key of the arguments, for messages.
+        column_keys: the keys, such as `data.prompt_column`, that name further columns of the dataset, by column.
 
     Raises:
         RewardError: it needs a column that doesn't exist, or doesn't take an argument.
@@ -149,6 +163,9 @@ def check_signature(
     _check_arguments(signature, arguments, key)
     names = list(columns)
     missing = _missing_parameters(signature, set(names), set(arguments))
+    if missing and column_keys and missing[0] in column_keys:
+        use = _use_of_column(signature.kind, column_keys[missing[0]])
+        raise RewardError(f"{function_key}={signature.name} needs {missing[0]!r}, which is {use}")
     if missing:
         of_answer = "did you mean 'answer'?" if "answer" in names else "set data.answer_column"
         suggestion = (
@@ -239,6 +256,14 @@ def _missing_parameters(signature: Signature, columns: set[str], arguments: set[
         if {"answer", "reward_model"} & columns:
             provided.add("ground_truth")
     return [name for name in signature.required if name not in provided]
+
+
+def _use_of_column(kind: SignatureKind, key: str) -> str:
+    """Return how functions read the column that `key` names, for messages."""
+    if key in _OWN_NAMES[kind]:
+        return f"{key}; call the parameter {_OWN_NAMES[kind][key]!r}"
+    functions = "functions like verl's compute_score" if key in _OWN_NAMES["single"] else "reward functions"
+    return f"{key} and isn't passed to {functions}; remove the parameter, or copy the column under another name"
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:

@@ -202,12 +202,19 @@ def check_reward_columns(config: Config, columns: Iterable[str], *, is_job: bool
                 ("uid", *answer_columns(config), "finish_reason", *columns),
                 arguments,
                 f"{key}.arguments",
+                column_keys=_column_keys(config.data),
             )
 
 
 def answer_columns(config: Config) -> tuple[str, ...]:
     """Return the name by which functions get the column `data.answer_column`; no name if it is null."""
     return () if config.data.answer_column is None else ("answer",)
+
+
+def _column_keys(data: Data) -> dict[str, str]:
+    """Return the keys that name the columns of completions, answers and prompts, by these columns."""
+    keys = {f"data.{name}_column": vars(data)[f"{name}_column"] for name in ("completion", "answer", "prompt")}
+    return {column: key for key, column in keys.items() if column is not None}
 
 
 def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) -> Iterator[tuple[bool, PromptDataset]]:
@@ -282,16 +289,16 @@ def _has_tokenizer(config: Config) -> bool:
 def _check_prompts(config: Config, dataset: PromptDataset) -> None:
     """Raise on prompts that can't become rows with any tokenizer, or with the one built from the data."""
     data = config.data
-    if data.chat_template:
-        if not _has_tokenizer(config):
-            raise DataError(
-                "data.chat_template is true, but the tokenizer is built from the data and has no chat template; set "
-                "data.chat_template=false, or model.tokenizer to one that has one"
-            )
-    else:
+    has_tokenizer = _has_tokenizer(config)
+    if not (data.chat_template and has_tokenizer):
         for example in dataset:
-            prompt_text(example)
-    if _has_tokenizer(config):
+            prompt_text(example, has_template=has_tokenizer)
+    if data.chat_template and not has_tokenizer:
+        raise DataError(
+            "data.chat_template is true, but the tokenizer is built from the data and has no chat template; set "
+            "data.chat_template=false, or model.tokenizer to one that has one"
+        )
+    if has_tokenizer:
         for example in dataset if data.overlong_prompt == "error" else ():
             check_length(example, dataset.name, data.max_prompt_tokens, _LONGEST_TOKEN)
         return

@@ -74,6 +74,35 @@ def test_arguments_and_columns_that_a_function_names_are_taken():
 
 
 @pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (
+            lambda completion, question: 0.0,
+            "needs 'question', which is data.prompt_column; call the parameter 'prompt'",
+        ),
+        (lambda completions, question: [], "needs 'question', .*data.prompt_column; call the parameter 'prompts'"),
+        (lambda completion, label: 0.0, "needs 'label', which is data.answer_column; call the parameter 'answer'"),
+        (
+            lambda data_source, solution_str, ground_truth, label: 0.0,
+            "needs 'label', which is data.answer_column; call the parameter 'ground_truth'",
+        ),
+        (
+            lambda data_source, solution_str, ground_truth, question: 0.0,
+            "needs 'question', which is data.prompt_column and isn't passed to functions like verl's",
+        ),
+        (
+            lambda completion, worked: 0.0,
+            "needs 'worked', which is data.completion_column and isn't passed to reward functions; remove the",
+        ),
+    ],
+)
+def test_the_columns_of_prompts_answers_and_demonstrations_have_other_names(function, text):
+    keys = {"question": "data.prompt_column", "label": "data.answer_column", "worked": "data.completion_column"}
+    with pytest.raises(RewardError, match=rf"^reward\.function=.* {text}"):
+        check_signature(read_signature(function), ["answer", "data_source"], {}, column_keys=keys)
+
+
+@pytest.mark.parametrize(
     ("target", "text"),
     [
         ("rlpack.rewards.functions.final_answer", "package.module:function"),

@@ -74,6 +74,38 @@ def test_a_function_that_needs_answers_needs_a_column_of_them(
         check_datasets(config)
 
 
+@pytest.mark.parametrize(
+    ("parameter", "text"),
+    [
+        ("question", "data.prompt_column; call the parameter 'prompt'$"),
+        ("label", "data.answer_column; call the parameter 'answer'$"),
+        ("worked", "data.completion_column and isn't passed"),
+    ],
+)
+def test_a_function_that_names_a_column_of_a_key_is_told_how_to_read_it(data, tmp_path, monkeypatch, parameter, text):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"names_{parameter}.py").write_text(f"def f(completion, {parameter}): return 1.0")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "label": "2", "worked": "2"}')
+    columns = {"prompt_column": "question", "answer_column": "label", "completion_column": "worked"}
+    config = Config(data=data.model_copy(update=columns), reward=Reward(function=f"names_{parameter}:f"))
+    with pytest.raises(RewardError, match=f"needs '{parameter}', which is {text}"):
+        check_datasets(config)
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_chat_messages_need_a_tokenizer_with_a_template(data, tmp_path, chat_template):
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    config = Config(data=data.model_copy(update={"chat_template": chat_template}), trainer=Trainer(prompts_per_step=1))
+    with pytest.raises(DataError, match=r"prompt 'train-0' is .* need a tokenizer with a chat template") as caught:
+        check_datasets(config)
+    assert "model=pretrained model.path=… or model.tokenizer=…" in str(caught.value)
+    assert "data.chat_template=false" not in str(caught.value)
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    with pytest.raises(DataError, match=r"set data.chat_template=false") if chat_template else nullcontext():
+        check_datasets(config)
+
+
 def test_no_first_check_imports_pytorch_or_ray():
     code = (
         "import sys; from rlpack.config.compose import compose; from rlpack.startup.first_checks import check_first; "
