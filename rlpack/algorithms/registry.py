@@ -52,8 +52,10 @@ def find_loss(target: str, arguments: Mapping[str, Any], settings: Mapping[str, 
     return function
 
 
-def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[str]) -> Callable[..., Tensor]:
+def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[str] | None) -> Callable[..., Tensor]:
     """Return an advantage function that can be called with `columns` and `arguments`.
+
+    If `columns` is None, because they aren't known, only the arguments are checked.
 
     Raises:
         AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.

@@ -106,6 +106,7 @@ BOUNDED = {
     },
     "copies in memory, which wait for nothing": {
         "rlpack/batch/copying.py: with ThreadPoolExecutor(threads)",
+        "rlpack/checkpoint/files.py: with ThreadPoolExecutor(threads, thread_name_prefix='files')",
     },
     "it is the question of an `ask_ray`, which has a deadline": {
         "rlpack/distributed/rank_processes.py: ray.kill",
