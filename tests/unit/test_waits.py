@@ -106,6 +106,8 @@ BOUNDED = {
     },
     "copies in memory, which wait for nothing": {
         "rlpack/batch/copying.py: with ThreadPoolExecutor(threads)",
+    },
+    "reads of files, which take as long as the disk does": {
         "rlpack/checkpoint/files.py: with ThreadPoolExecutor(threads, thread_name_prefix='files')",
     },
     "it is the question of an `ask_ray`, which has a deadline": {
