@@ -148,7 +148,7 @@ class Estimator:
     def can_run(self, config: Config) -> bool:
         """Return whether a run would accept a variant: its keys together, its layouts and its token budget.
 
-        Roles may have models of their own, which a layout that they inherit from the actor doesn't fit.
+        A role may have a separate model, which a layout that it inherits from the actor doesn't fit.
         """
         roles = model_roles(config)
         try:

@@ -45,7 +45,7 @@ class RequestLoop:
     def run(self, call: Callable[[asyncio.Semaphore], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine, made from the slots, and return its result.
 
-        It has no deadline of its own: each of its requests has one.
+        It has no deadline, but each of its requests does.
         """
         loop = self._enter()
         try:

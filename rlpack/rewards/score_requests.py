@@ -110,7 +110,7 @@ class ScoreRequests:
                 another request may get a better answer.
             max_failed_rows: number of failed rows that are allowed.
             refusals: status codes by which the server refuses single rows, which fail without a retry, rather than all.
-            slots: held by each row in progress; by default the batch has `concurrency` slots of its own.
+            slots: held by each row in progress; by default the batch has `concurrency` separate slots.
         """
         self.num_retries = 0
         self._refusals = refusals

@@ -54,7 +54,7 @@ def replaced(name: str, make: Callable[[Path], Any]) -> Setup:
 
 
 def own_model(**values: Any) -> Setup:
-    """Return a setup that writes a critic of its own."""
+    """Return a setup that writes a separate critic."""
 
     def write(folder: Path) -> None:
         config = AutoConfig.for_model(**{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2} | values)

@@ -77,7 +77,7 @@ BOUNDED = {
         "rlpack/models/piecewise_collectives.py: work.wait()",
         "rlpack/models/stage_link.py: work.wait()",
     },
-    "requests with deadlines of their own, on a thread that runs until they end": {
+    "requests that have deadlines, on a thread that runs until they end": {
         "rlpack/rewards/request_loop.py: asyncio.run_coroutine_threadsafe(call(loop.slots), loop.events).result()",
     },
     "the method of a pool, which has its own deadline": {

@@ -84,12 +84,12 @@ class Overlapping(Worker):
     def __init__(self, context: RankContext, awaited: int, wait_s: float) -> None:
         super().__init__(context)
         self.awaited, self.wait_s, self.changed = awaited, wait_s, threading.Condition()
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.running = self.most = 0
 
     def tell(self, number: int) -> BatchedDataDict:
         with self.changed:
-            self.begun.append(number)
+            self.started.append(number)
             self.running += 1
             self.most = max(self.most, self.running)
             self.changed.notify_all()
@@ -312,7 +312,7 @@ def test_background_calls_of_a_role_run_one_at_a_time_and_in_order(process: Rank
         process.submit(call_id, "judge", "tell", {}, call_id)
     for call_id in range(6):
         assert process.result(call_id, 30) is not None
-    assert (worker.begun, worker.most) == ([*range(6)], 1)
+    assert (worker.started, worker.most) == ([*range(6)], 1)
 
 
 def test_a_role_says_how_many_of_its_background_calls_run_at_a_time(process: RankProcess):
@@ -324,7 +324,7 @@ def test_a_role_says_how_many_of_its_background_calls_run_at_a_time(process: Ran
     for call_id in range(6):
         assert process.result(call_id, 30) is not None
         assert process.pop_columns(call_id) == [{"text": [str(call_id)]}]
-    assert (sorted(worker.begun), worker.most) == ([*range(6)], 3)
+    assert (sorted(worker.started), worker.most) == ([*range(6)], 3)
 
 
 def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):

@@ -198,7 +198,7 @@ def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], mon
 
 
 def rewarded(folder: Path, family: str, **shape: Any) -> Config:
-    """Return a configuration of 4 ranks with a reward model of its own, of two layers."""
+    """Return a configuration of 4 ranks with a reward model of two layers."""
     sizes = {"hidden_size": 36, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "pad_token_id": 0}
     classifier = AutoConfig.for_model(family, **(sizes | shape), num_labels=1)
     AutoModelForSequenceClassification.from_config(classifier).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Critics and reward models with paths of their own get the checks of the policy's model, with their own keys."""
+"""Critics and reward models with separate paths get the checks of the policy's model; errors name their keys."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def saved(folder: Path, role: str, settings: dict[str, Any]) -> str:
 
 
 def check(role: str, path: str, **sections: Any) -> None:
-    """Check a run with a critic or reward model of its own."""
+    """Check a run with a separate critic or reward model."""
     own: dict[str, Any] = {"reward_model": RewardModel(path=path)}
     if role == "critic":
         own = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean"), "critic": Critic(path=path)}
