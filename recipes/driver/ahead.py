@@ -16,8 +16,8 @@ batch before an earlier one (`rlpack.recipes.driver.engine_slots`).
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
-1. `take` at step b starts all batches up to b + lead that were not started, in order, and returns batch b. Nothing else
-   starts a batch. Each is started once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
+1. `take` at step b starts all batches up to b + lead that were not started, in order, and returns batch b; `publish`
+   starts those that had no room before (5.). Nothing else starts a batch. Each is started once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
    replaced or dropped. `end` declares that no further step takes a batch: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That position is known once the
    earlier batch is drawn, or in advance if the recipe draws `trainer.prompts_per_step` prompts for every batch
@@ -40,8 +40,9 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    replace its engines, it fails. The other threads may wait for room in the object store. The main thread makes room by
    releasing a step's payloads and its batch, which `publish` does before it waits. If the main thread is waiting for a
    draw, and only its own releases could make room for that draw, the draw fails at once
-   (`rlpack.distributed.ray_store`).
-
+   (`rlpack.distributed.ray_store`). A batch that could take room that earlier ones, or the step in progress, still
+   need isn't started yet (`rlpack.recipes.driver.batch_room`). `publish` starts it once it has released these, before
+   it waits or loads weights, so with drain the batch has the same tokens as if it had been started by `take`.
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
    it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
@@ -63,8 +64,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import check_lists, read_batch
@@ -78,6 +77,8 @@ from rlpack.recipes.driver.ahead_checkpoint import (
     check_prompts_per_step,
     write_batches,
 )
+from rlpack.recipes.driver.batch_lags import lags_of, num_tokens, versions_of
+from rlpack.recipes.driver.batch_room import BatchRoom
 from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, check_drawn, check_late_draw, draw_groups
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
@@ -86,7 +87,6 @@ from rlpack.recipes.driver.late_groups import LateGroups, mini_batch_rows
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.rollout.errors import StalenessError
 from rlpack.safe_files import read_object
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class AheadQueue:
             TypeError: see `check_late_draw`.
         """
         self._session, self._draw_batch, self._draw_groups = session, draw, draw_groups
-        self._lead, self._max_lag = session.config.trainer.lead, session.config.trainer.max_lag
+        self._lead, self._room = session.config.trainer.lead, BatchRoom(session)
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
         self._waiting: deque[StartedBatch] = deque()
@@ -120,6 +120,7 @@ class AheadQueue:
             check_late_draw(draw, draw_groups)
         self._has_ended = False
         self._failure: Exception | None = None
+        self._num_tokens = 0  # of the batch that was taken last
         self._is_checked = self._in_flight and self._late is None  # such runs' checkpoints hold no rows
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
@@ -147,8 +148,10 @@ class AheadQueue:
         if self._draws_ahead:
             self._taken.check_end(self._session.config.trainer.prompts_per_step)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
-        lags = self._lags(rollouts, self._taken.context)
+        versions = self._taken.context.versions
+        lags = lags_of(self._session, versions_of(self._session, rollouts) if versions is None else versions, step.number)
         self._begin_until(step.number + self._lead)
+        self._num_tokens = num_tokens(rollouts)
         step.lag = int(lags.max()) if lags.numel() else 0
         step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
         for lag in self._session.config.trainer.measured_lags:
@@ -194,9 +197,11 @@ class AheadQueue:
             RoleError: the evaluation or the transfer failed.
             StalenessError: the evaluation has tokens of other weights than its own.
         """
-        if self._lead:
+        if self._lead and self._taken is not None:
+            self._room.record_step(step.lease, self._num_tokens)
             step.lease.release()
             self._release_taken()
+            self._begin_until(step.number + self._lead)
         if self._session.evaluations.is_under_way or (self._waiting and not self._in_flight):
             with step.timer("drain"):
                 self._session.finish_evaluation()
@@ -250,9 +255,8 @@ class AheadQueue:
     def _take_next(self, step: StepContext) -> None:
         """Take the first waiting batch; if none is waiting, draw one now."""
         self._release_taken()
-        for started in self._waiting:
-            if started.call is None and started.rollouts is None:  # restored from a checkpoint, with in_flight
-                self._start(started)
+        if self._waiting and self._waiting[0].call is None and self._waiting[0].rollouts is None:
+            self._start(self._waiting[0])  # restored from a checkpoint, with in_flight
         if not self._waiting and not self._draws_ahead:
             started = self._new_batch(step.number, step.progress.prompts_consumed)
             with step.timer("wait"):
@@ -290,7 +294,15 @@ class AheadQueue:
                 start = last.context.progress.prompts_consumed
             else:
                 return
+            if not self._room.holds_one_more(last.context.number + 1, self._holding()):
+                return
             self._begin(last.context.number + 1, start)
+
+    def _holding(self) -> list[StartedBatch]:
+        """Return the batches whose payloads may be in the store."""
+        late = [] if self._late is None else self._late.holding
+        taken = [one for one in (self._taken,) if one is not None and not any(one is other for other in late)]
+        return [*late, *taken, *self._waiting]
 
     def _begin(self, number: int, start: int) -> None:
         """Start the batch of a step."""
@@ -337,8 +349,9 @@ class AheadQueue:
         except RoleError as error:
             error.phase, error.step = context.progress.phase, context.number
             raise
+        self._room.record_batch(context.lease, num_tokens(scored))
         if self._late is None:  # read now: later, the ranks that have them may be busy with an evaluation
-            context.versions = self._versions_of(scored)
+            context.versions = versions_of(self._session, scored)
         if not self._is_checked:  # so that it fails at the first step rather than the first checkpoint
             check_lists(self._session.store.fetch(scored))
             self._is_checked = True
@@ -349,29 +362,6 @@ class AheadQueue:
         if self._session.engine_access.needs_engines:
             with self._session.publication():
                 self._session.replace_engines()
-
-    def _versions_of(self, rollouts: BatchedDataDict) -> Tensor:
-        return self._session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
-
-    def _lags(self, rollouts: BatchedDataDict, context: StepContext) -> Tensor:
-        """Return how many policy versions each sampled token is behind the newest, int32 [sampled tokens].
-
-        Raises:
-            StalenessError: a token has a version outside [newest - max_lag, newest].
-        """
-        versions = self._versions_of(rollouts) if context.versions is None else context.versions
-        sampled, newest = versions[versions >= 0], self._session.rollout_weights.version
-        oldest = newest - self._max_lag
-        if sampled.numel() and not oldest <= sampled.min() <= sampled.max() <= newest:
-            width = self._session.config.trainer.late_groups.window
-            window = f" and trainer.late_groups.window={width}" if self._late else ""
-            raise StalenessError(
-                f"the batch of step {context.number} has tokens of the policy versions {sampled.min()} to "
-                f"{sampled.max()}; with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, "
-                "the newest",
-                policy_version=newest,
-            )
-        return newest - sampled
 
     def _restore(self, folder: Path) -> None:
         """Restore the batches in a checkpoint, and the number of the newest policy version."""
@@ -389,7 +379,8 @@ class AheadQueue:
                     rollouts = read_batch(folder / f"step-{entry['step']}")
                     started.rollouts = started.context.lease.run(partial(self._session.store.offload, rollouts))
                 if started.context.number > self._session.progress.step:
-                    self._waiting.append(started)
+                    if not self._waiting or entry["is_drawn"]:  # others are started like those of a new run
+                        self._waiting.append(started)
                 else:
                     check_late_window(self._session, folder, started.context.number)
                     assert self._late is not None

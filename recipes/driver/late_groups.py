@@ -110,6 +110,11 @@ class LateGroups:
         batch.num_taken = self._trainer.prompts_per_step - batch.rollouts["group_ids"].unique().numel()
         self.batches.append(batch)
 
+    @property
+    def holding(self) -> list[StartedBatch]:
+        """Return the batches whose payloads were not released."""
+        return [*self.batches, *self._finished]
+
     def release(self) -> None:
         """Release the payloads of batches whose last groups were taken before this step."""
         for batch in self._finished:

@@ -1,7 +1,7 @@
 """The store of a run's payloads (tokens and texts of its batches), as recipes see it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -15,7 +15,14 @@ class Lease(Protocol):
     """Keeps payloads alive until it is released.
 
     As a context manager, a lease holds every payload stored inside the `with` block.
+
+    Attributes:
+        held_bytes: bytes that it holds; 0 once it is released.
+        peak_bytes: the most that `held_bytes` was.
     """
+
+    held_bytes: int
+    peak_bytes: int
 
     def __enter__(self) -> Self:
         """Make this the current lease: it holds all payloads that are stored from now on."""
@@ -56,6 +63,10 @@ class Store(Protocol):
         """Return the number of bytes on a node that are available to payloads other than batches."""
         ...
 
+    def room(self, nodes: Iterable[str]) -> float:
+        """Return the number of bytes that leases can hold at once if all of them are on these nodes."""
+        ...
+
     def lease(self, name: str) -> Lease:
         """Open a lease; `name` completes the sentence "released at the end of …"."""
         ...
@@ -79,6 +90,8 @@ class Store(Protocol):
 
 class LocalLease:
     """A lease on payloads in this process, which live as long as they are referenced."""
+
+    held_bytes = peak_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +119,10 @@ class LocalStore:
     budget = math.inf
 
     def spare(self, node: str) -> float:
+        """Return infinity: there is no limit."""
+        return math.inf
+
+    def room(self, nodes: Iterable[str]) -> float:
         """Return infinity: there is no limit."""
         return math.inf
 

@@ -17,14 +17,12 @@ Copies that are cut for ranks of another node live as long as their call and are
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, copy_context
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
@@ -33,8 +31,9 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError
-from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
+from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node
 from rlpack.distributed.ray_internals import stores
+from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases, no_lease
 
 # Ray spills to disk once 80 % of a node's store is full; weights in transit to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
@@ -42,95 +41,8 @@ _SHARE, _SPILLS_AT = 0.6, 0.8
 _SETTLE_S = 5.0
 _POLL_S = 0.1
 
-R = TypeVar("R")
-
 # Free and all bytes of each node's store.
 Room = Mapping[str, tuple[float, float]]
-
-
-class StoreLease:
-    """Keeps payloads alive until it is released.
-
-    As a context manager, a lease holds every payload stored inside the `with` block.
-
-    A payload may be held by several leases, and is freed with the last. `with store.lease("step 7") as lease:` makes
-    the lease the thread's current one, under which results of calls are stored, and releases it at the end.
-
-    Attributes:
-        name: for the error of reading a payload after its release.
-    """
-
-    def __init__(self, store: "RayStore", name: str) -> None:
-        """Open a lease; it holds nothing yet."""
-        self.name = name
-        self._store = store
-        self._opener = threading.current_thread()
-        self._threads = {self._opener}  # not their idents, which later threads get again
-        self._handles: WeakSet[ObjectHandle] = WeakSet()
-        self._outer: StoreLease | None = None
-        self._is_released = False
-
-    def __enter__(self) -> Self:
-        assert not self._is_released, f"the lease of {self.name} was released"
-        self._threads.add(threading.current_thread())
-        self._outer = _CURRENT.get()
-        _CURRENT.set(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def run(self, function: Callable[[], R]) -> R:
-        """Call a function, return its result, and hold the payloads that it stores until the lease is released.
-
-        The function may run in a different thread from the one that opened the lease and releases it.
-        """
-
-        def run_inside() -> R:
-            self.__enter__()
-            return function()
-
-        return copy_context().run(run_inside)
-
-    def awaited(self) -> AbstractContextManager[None]:
-        """Declare that, inside the block, this thread waits for others that store under this lease.
-
-        See `RayStore.waiting`.
-        """
-        return self._store.waiting(self)
-
-    def hold(self, batch: BatchedDataDict) -> None:
-        """Also hold a batch's payloads under this lease, whatever lease they were stored under.
-
-        Raises:
-            DataError: one was released already.
-        """
-        self._store._hold(self, handles_of(batch))
-
-    def release(self) -> None:
-        """Release all payloads, freeing those that no other lease holds; releasing twice has no effect.
-
-        The previous lease becomes current again. A loop abandoned by an exception may release its leases late, so
-        released leases are skipped.
-        """
-        self._is_released = True
-        self._store._release(self, list(self._handles))
-        self._handles.clear()
-        while (current := _CURRENT.get()) is not None and current._is_released:
-            _CURRENT.set(current._outer)
-
-
-_CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=None)
-
-
-def _current_leases() -> Iterator[StoreLease]:
-    """Yield the leases whose blocks this thread is in."""
-    lease = _CURRENT.get()
-    while lease is not None:
-        yield lease
-        lease = lease._outer
 
 
 @dataclass(eq=False)
@@ -185,6 +97,12 @@ class RayStore:
         _, total = self._room().get(node, (0.0, 0.0))
         return max(0.0, _SPILLS_AT - self.budget / self.size) * total
 
+    def room(self, nodes: Iterable[str]) -> float:
+        """Return the bytes that leases can hold at once if all of them are on these nodes."""
+        totals = self._room()
+        limit = _SPILLS_AT * sum(totals[node][1] for node in set(nodes) & totals.keys())
+        return min(self.budget, limit) - (self.in_flight - self._leased)
+
     def pop_peak_bytes(self) -> int:
         """Return the peak number of bytes held by leases since the last call; permanent payloads do not count."""
         with self._changed:
@@ -220,7 +138,7 @@ class RayStore:
         Raises:
             StoreFullError: there is not enough room.
         """
-        started, lease = time.monotonic(), _CURRENT.get()
+        started, lease = time.monotonic(), current_lease()
         with self._changed:
             while any(sizes.values()) and (shortage := self._shortage(sizes, room := self._room())).size > 0:
                 frees_late = self._fits(sizes, self._of_node, room)  # the room exists, but Ray has yet to report it
@@ -255,10 +173,10 @@ class RayStore:
         They are under no lease, or under leases that this thread opened (only it releases them) or stores under, or
         that were opened by threads that wait for it.
         """
-        own, current, used = threading.current_thread(), set(_current_leases()), Counter[str]()
+        own, current, used = threading.current_thread(), set(current_leases()), Counter[str]()
         waiting = {thread for thread, under in self._waits if under is None or under in current}
         for claim in list(self._claims):
-            if not claim.leases or any(own in one._threads or one._opener in waiting for one in claim.leases):
+            if not claim.leases or any(own in one.threads or one.opener in waiting for one in claim.leases):
                 used.update(claim.sizes)
         return used
 
@@ -280,18 +198,24 @@ class RayStore:
                 self._of_node[node] += sign * size
             if claim.leases is not None:
                 self._leased += sign * claim.size
+            for lease in claim.leases or ():
+                lease.count(sign * claim.size)
             self._peak = max(self._peak, self._leased)
             self._changed.notify_all()
 
-    def _hold(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+    def hold(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+        """Hold payloads under one more lease."""
         with self._changed:
             for handle in handles:
                 assert handle.ref is not None  # raises for one that was released
-                if (claim := self._claim_of.get(handle)) is not None and claim.leases is not None:
+                claim = self._claim_of.get(handle)
+                if claim is not None and claim.leases is not None and lease not in claim.leases:
                     claim.leases.add(lease)
-                    lease._handles.add(handle)
+                    lease.handles.add(handle)
+                    lease.count(claim.size)
 
-    def _release(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+    def release(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+        """Free the payloads of a lease that no other lease holds."""
         with self._changed:
             for handle in handles:
                 claim = self._claim_of[handle]
@@ -307,7 +231,7 @@ class RayStore:
             StoreFullError: there is no room for them.
         """
         if permanent:
-            with _no_lease():
+            with no_lease():
                 return self.offload(batch)
         offloaded, payloads = offload(batch)
         node = ray.get_runtime_context().get_node_id()
@@ -375,15 +299,5 @@ class Reservation:
             handle = ObjectHandle(ref, node, source, producer, partial(store._drop, claim))
             store._claim_of[handle] = claim
             for lease in claim.leases or ():
-                lease._handles.add(handle)
+                lease.handles.add(handle)
         return handle
-
-
-@contextmanager
-def _no_lease() -> Iterator[None]:
-    """Store payloads without a lease inside this block."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)

@@ -18,7 +18,8 @@ from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
-from rlpack.distributed.ray_store import RayStore, StoreLease
+from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.store_leases import StoreLease
 
 GB = 10**9
 # Longer than any test takes: a wait where no room can come exceeds the test's time limit.
@@ -35,6 +36,33 @@ def test_others_than_batches_have_the_part_of_a_nodes_store_below_spilling_witho
     assert store_of(5 * GB, room=room).spare("large") == pytest.approx(2.7 * GB)
     assert store_of(9 * GB, room=room).spare("large") == 0.0
     assert store_of(None, room=room).spare("lost") == 0.0
+
+
+def test_leases_have_the_room_of_their_nodes_within_the_budget_without_what_is_permanent():
+    room = {"a": (GB, GB), "b": (0.5 * GB, GB)}
+    store = store_of(1.5 * GB, room=room)
+    assert store.room(["a", "a", "b"]) == 1.5 * GB
+    assert store.room(["a", "a"]) == pytest.approx(0.8 * GB)
+    dataset = put(store, 100)
+    with store.lease("a step"):
+        part = put(store, 50)
+        assert store.room(["a", "b"]) == 1.5 * GB - 100
+        assert (dataset.is_readable, part.is_readable) == (True, True)
+
+
+def test_a_lease_counts_what_it_holds_and_the_most_that_it_held():
+    store = store_of()
+    with store.lease("a step") as lease:
+        part, other = put(store, 60), put(store, 30)
+        assert (lease.held_bytes, lease.peak_bytes) == (90, 90)
+        del part
+        gc.collect()
+        assert (lease.held_bytes, lease.peak_bytes) == (30, 90)
+        later = store.lease("a batch")
+        later.hold(batch_in(other))
+        later.hold(batch_in(other))
+    assert (lease.held_bytes, lease.peak_bytes) == (0, 90)
+    assert (later.held_bytes, later.peak_bytes) == (30, 30)
 
 
 def put(store: RayStore, size: int, node: str = "a") -> ObjectHandle:

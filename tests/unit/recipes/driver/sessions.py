@@ -59,6 +59,7 @@ class UnmeasuredRanks:
     """The rank of a role whose calls take no time."""
 
     num_ranks = num_starts = 1
+    nodes = ("a",)
 
     def after_restart(self, function: Callable[[], None]) -> None: ...
 

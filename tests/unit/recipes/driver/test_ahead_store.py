@@ -13,28 +13,37 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
-from rlpack.config.schema import Rollout, Trainer
+from rlpack.config.schema import Evaluation, Rollout, Trainer
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
 from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.batch_room import BatchRoom
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
-from tests.unit.recipes.driver.sessions import AnsweringGroup, session_of
+from tests.unit.recipes.driver.sessions import DATA, AnsweringGroup, session_of
 
 # Deadline of a wait for room: longer than a test may take.
 LONG_S = 60.0
+# Tokens of a row, which is as long as a row can be.
+MOST_TOKENS = 100
 
 
 class Payloads:
     """Draws and steps that store payloads of a given size, which are never put anywhere."""
 
     def __init__(self, folder: Path, budget: int, *, lead: int = 1, steps: int = 4, **rollout: Any) -> None:
-        trainer = Trainer(steps=steps, lead=lead, prompts_per_step=1)
-        self.session = session_of(folder, trainer=trainer, rollout=Rollout(**rollout))
+        trainer = Trainer(steps=steps, lead=lead, prompts_per_step=1, group_size=1)
+        data = DATA.model_copy(update={"max_prompt_tokens": MOST_TOKENS - 5})
+        self.session = session_of(
+            *(folder,),
+            **{"trainer": trainer, "data": data, "rollout": Rollout(max_new_tokens=5, **rollout)},
+            evaluation=Evaluation(every=steps),
+        )
         self.session.__dict__["rollout_weights"] = self.weights = cast(Any, type("Weights", (), {"version": 1})())
         self.session.groups["rollout"] = cast(
             Any, AnsweringGroup("rollout", Batching(), {"interrupt": None, "resume": None})
@@ -52,14 +61,14 @@ class Payloads:
         for column in batch.values():
             assert isinstance(column, RemoteColumn)
             assert all(handle.is_readable for handle in column.handles)
-        return BatchedDataDict({"policy_version": Ragged.from_rows([[self.weights.version]], torch.int32)})
+        return BatchedDataDict({"policy_version": Ragged.from_rows([[self.weights.version] * MOST_TOKENS], torch.int32)})
 
     def put(self, size: int) -> ObjectHandle:
         with self.store.reserve({"a": size}, "rollout", "generate") as room:
             return room.keep(cast(Any, "a reference"), size, "a", None, ("rollout", 0))
 
     def rows(self, size: int) -> BatchedDataDict:
-        column = RemoteColumn.whole(self.put(size), "policy_version", Ragged.from_rows([[1]], torch.int32))
+        column = RemoteColumn.whole(self.put(size), "policy_version", Ragged.from_rows([[1] * MOST_TOKENS], torch.int32))
         return BatchedDataDict({"policy_version": column})
 
     def draw(self, session: Session, step: StepContext) -> Batch:
@@ -73,13 +82,15 @@ class Payloads:
         with session.publication():
             self.weights.version += 1
 
-    def walk(self, *, of_step: int = 30, train: Callable[[StepContext], object] = lambda step: None) -> list[int]:
+    def walk(
+        self, *, of_step: int = 30, before_train: Callable[[AheadQueue], object] = lambda queue: None
+    ) -> list[int]:
         """Run all steps, each of which stores payloads of its own; return their numbers."""
         queue, done = AheadQueue(self.session, self.draw), list[int]()
         for step in self.session.steps("train", self.session.config.trainer.steps):
             batch = queue.take(step)
+            before_train(queue)
             own = self.put(of_step)
-            train(step)
             assert own.is_readable
             assert batch.rollouts.num_rows == 1
             queue.publish(step)
@@ -122,18 +133,66 @@ def test_a_draw_waits_for_the_room_of_the_step_in_progress_which_gives_it_before
     assert run.store.in_flight <= 60
 
 
-def test_a_batch_that_exceeds_the_store_with_those_drawn_after_it_is_one_error_at_once(
-    tmp_path: Path, payloads: Callable[..., Payloads]
+@pytest.mark.parametrize("budget", [100, 170, 240])
+def test_no_later_batch_takes_the_room_of_an_earlier_one(
+    tmp_path: Path, payloads: Callable[..., Payloads], budget: int, caplog: pytest.LogCaptureFixture
 ):
-    run = payloads(tmp_path, 170, lead=2, publish="in_flight", engine="vllm")
-    drawn = [threading.Event(), threading.Event()]
-    # Batches 2 and 3 are drawn before batch 1, which waits for room that only later steps would give.
-    run.before = {1: lambda: [one.wait(LONG_S) for one in drawn] and time.sleep(0.3)}
-    run.before |= {2: drawn[0].set, 3: drawn[1].set}
-    with pytest.raises(StoreFullError, match=r"60 bytes .* exceed .* by 10 bytes: 120 bytes of the 170 bytes") as full:
-        within(20, run.walk)
-    assert "or trainer.lead (batches drawn ahead take room, too), or raise placement.object_store_gb" in str(full.value)
-    assert (full.value.step, full.value.phase) == (1, "train")
+    run = payloads(tmp_path, budget, lead=2, steps=6, publish="in_flight", engine="vllm")
+    drawn = [threading.Event() for _ in range(8)]
+    run.after = lambda number: drawn[number].set()
+    # Every batch would be drawn after the two that follow it, if these were drawn at the same time.
+    run.before = {number: partial(wait_for_next, drawn, number) for number in range(1, 7)}
+    assert within(30, run.walk) == [1, 2, 3, 4, 5, 6]
+    held_back = [record.getMessage() for record in caplog.records if "is not drawn yet" in record.getMessage()]
+    assert len(held_back) == 1
+    assert f"room for {budget / 1e9:.3g} GB. It is drawn once earlier batches are trained on" in held_back[0]
+    assert "Raise placement.in_flight_gb or placement.object_store_gb" in held_back[0]
+
+
+def wait_for_next(drawn: list[threading.Event], number: int) -> None:
+    """Wait a moment for the two batches that follow one."""
+    for event in drawn[number + 1 : number + 3]:
+        event.wait(0.2)
+
+
+def test_where_there_is_room_for_all_batches_later_ones_may_be_drawn_first(
+    tmp_path: Path, payloads: Callable[..., Payloads], caplog: pytest.LogCaptureFixture
+):
+    run = payloads(tmp_path, 10**6, lead=2, steps=3, publish="in_flight", engine="vllm")
+    drawn = [threading.Event() for _ in range(4)]
+    run.after = lambda number: drawn[number].set()
+    run.before = {1: lambda: drawn[3].wait(LONG_S), 3: lambda: drawn[2].wait(LONG_S)}
+    assert within(30, run.walk) == [1, 2, 3]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [{}, {"publish": "in_flight", "engine": "vllm"}])
+def test_no_batch_takes_the_room_that_the_step_in_progress_needs(
+    tmp_path: Path, payloads: Callable[..., Payloads], mode: dict[str, Any]
+):
+    run = payloads(tmp_path, 120, **mode)
+    drawn = [threading.Event() for _ in range(6)]
+    run.after = lambda number: drawn[number].set()
+    steps = iter(range(2, 6))
+
+    def train_while_the_next_is_drawn(queue: AheadQueue) -> None:
+        drawn[next(steps)].wait(0.3)
+
+    assert within(30, partial(run.walk, before_train=train_while_the_next_is_drawn)) == [1, 2, 3, 4]
+
+
+def test_an_evaluation_during_a_step_has_room_next_to_the_batches(tmp_path: Path, payloads: Callable[..., Payloads]):
+    run = payloads(tmp_path, 240, lead=2, publish="in_flight", engine="vllm")
+    room = BatchRoom(run.session)
+    begun = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
+    with run.store.lease("step 0") as lease:
+        run.put(60)
+        room.record_batch(lease, MOST_TOKENS)
+        room.record_step(lease, MOST_TOKENS)
+    # Each takes at most 60 bytes and a quarter more: the batch that was started, the next one, and a step.
+    assert room.holds_one_more(2, [begun])
+    run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": Evaluation(every=2)})
+    assert not room.holds_one_more(2, [begun])
 
 
 def test_a_batch_too_large_to_fit_next_to_none_fails_though_the_step_waits_for_it(
