@@ -7,7 +7,8 @@ so that ranks that share two cores take the time of ranks that don't. The length
 turns, forecast the others. Exits with 1 if a forecast of steps per hour is off by more than `--bar` of the measurement.
 
 With `--in-flight`, in the environment of `make vllm`, vLLM generates on one core and a rank trains on the other, at
-their own speed. The first run publishes when its batch is complete (drain), the others while responses are generated.
+their own speed. The first run publishes when its batch is complete (drain), the second has no lead, so the same ranks
+work in turns, and the others publish while responses are generated.
 They are forecast from the first run and, in the last column, each from itself, which doesn't count for the exit code.
 """
 
@@ -51,6 +52,7 @@ RUNS: dict[Setup, tuple[str, ...]] = {
 VLLM = (*APART, "algorithm.kl_coef=0", "rollout=vllm", "rollout.kv_cache_gb=0.3", "data.max_prompt_tokens=64")
 IN_FLIGHT: dict[Setup, tuple[str, ...]] = {
     Setup(1, "drain", 1, 1): VLLM,
+    Setup(0, "drain", 1, 1): (*VLLM, "trainer.lead=0"),
     Setup(1, "in_flight", 1, 1): (*VLLM, "rollout.publish=in_flight"),
     Setup(2, "in_flight", 1, 1): (*VLLM, "rollout.publish=in_flight", "trainer.lead=2"),
 }
