@@ -1,14 +1,16 @@
 """An engine that hangs in a call is killed at a deadline and replaced, like one that died."""
 
+import asyncio
 import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -29,6 +31,7 @@ from tests.vllm.engines import CANARY, TOKENIZER, policy, prompts_of, reference,
 
 CALL_S = 12.0  # so vLLM has 6 s for each of its calls
 GRACE_S = 2.0
+REQUEST_S, LONG_S = 3.0, 300.0
 SECOND = SamplingParams(max_new_tokens=2)
 
 
@@ -150,3 +153,54 @@ def test_a_start_that_takes_too_long_names_its_key_and_leaves_no_process():
     with pytest.raises(EngineError, match=words):
         start("qwen2", tied=False, placement=Placement(start_timeout_s=2.0))
     assert time.monotonic() - began < 15
+
+
+@pytest.fixture
+def short() -> Iterator[VLLMEngine]:
+    short = start("qwen2", tied=False, request_timeout_s=REQUEST_S)
+    yield short
+    short.close()
+
+
+def begin_two(short: VLLMEngine) -> None:
+    """Start two responses that vLLM doesn't finish at once, the second one with a long deadline."""
+    params, seeds = SamplingParams(max_new_tokens=100), np.array([1, 2], dtype=np.uint64)
+    short.begin([0], prompts_of(4), params, seeds[:1])
+    short._request_timeout_s = LONG_S
+    short.begin([1], prompts_of(5), params, seeds[1:])
+
+
+@pytest.mark.parametrize("has_sampled", [True, False])
+def test_all_rows_fail_at_once_if_the_process_hangs_at_the_deadline_of_the_first(short: VLLMEngine, has_sampled: bool):
+    if has_sampled:  # vLLM leaves requests waiting if its process hangs before the first one
+        sampled(short, prompts_of(4), SECOND)
+    (process,) = short._started.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    begin_two(short)
+    (first,) = short.finished(2 * REQUEST_S)
+    assert (first.key, time.monotonic() - began < REQUEST_S + GRACE_S) == (0, True)
+    assert "got no response within rollout.request_timeout_s=" in first.failure
+    (second,) = short.finished(2 * REQUEST_S)
+    assert (second.key, time.monotonic() - began < 2 * REQUEST_S + GRACE_S) == (1, True)
+    assert "vLLM's process hung and was killed: a request missed its deadline, and then the pr" in second.failure
+    assert not short.is_alive
+    assert has_ended(process)
+
+
+def test_a_request_that_misses_its_deadline_costs_no_other_one_while_the_process_answers(
+    short: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+):
+    ask = short._engine.generate
+
+    async def generate(prompt: Any, sampling_params: Any, name: str, **named: Any) -> AsyncIterator[Any]:
+        async for output in ask(prompt, sampling_params, name, **named):
+            await asyncio.sleep(REQUEST_S + 1 if len(prompt["prompt_token_ids"]) == 4 else 3 * REQUEST_S)
+            yield output
+
+    monkeypatch.setattr(short._engine, "generate", generate)
+    begin_two(short)
+    ended = {row.key: row for row in (*short.finished(2 * REQUEST_S), *short.finished(3 * REQUEST_S))}
+    assert "got no response within" in ended[0].failure
+    assert (ended[1].failure, len(ended[1].response.token_ids)) == ("", 100)
+    assert short.is_alive

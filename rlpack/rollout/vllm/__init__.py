@@ -6,6 +6,7 @@
 - `initial_weights`: the weights that vLLM starts with.
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
+- `hangs`: ends vLLM's process if it hangs.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from a rank's memory; runs in vLLM's process.
 - `direct_load`: loads updates directly into the model if that is known to give vLLM's own result; also in its process.
 - `weight_buffers`, `device_buffers`, `weight_sender`: shared memory, GPU memory that is shared by CUDA IPC, and the

@@ -76,6 +76,7 @@ class RowRequests:
         self._may_ask = asyncio.Event()
         self._may_ask.set()
         self._num_asking = 0
+        self._death: str | None = None
 
     async def begin(self, rows: Sequence[Row], version: int) -> None:
         """Start rows, at the policy version that the engine has."""
@@ -113,6 +114,12 @@ class RowRequests:
         if keys is None:
             self._done = queue.SimpleQueue()
 
+    def fail(self, reason: str) -> None:
+        """Fail all rows in flight: vLLM's process was killed. Call it in the loop."""
+        self._death = reason
+        for task in list(self._tasks.values()):
+            task.cancel()
+
     async def interrupt(self) -> None:
         """Stop all requests; what they sampled is kept.
 
@@ -148,9 +155,9 @@ class RowRequests:
         try:
             answer = FinishedRow(row.key, await self._answer(row), "", self._version)
         except asyncio.CancelledError:
-            if self._is_cancelled():
+            if self._death is None and self._is_cancelled():
                 raise
-            failure = f"vLLM cancelled a request at policy version {self._version}"
+            failure = self._death or f"vLLM cancelled a request at policy version {self._version}"
             answer = FinishedRow(row.key, None, failure, self._version)
         except EngineError as error:
             answer = FinishedRow(row.key, None, str(error), self._version)

@@ -7,8 +7,7 @@ short response makes room for the next one at once. New weights reach EngineCore
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -32,12 +31,13 @@ from rlpack.rollout.vllm.arguments import Shape, engine_arguments, engine_length
 from rlpack.rollout.vllm.deadlines import Deadlines
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, gather
+from rlpack.rollout.vllm.hangs import Hangs
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import check_sampling, prompt_logprobs, to_generations, to_prompt
 from rlpack.rollout.vllm.row_requests import Row, RowRequests
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
-from rlpack.rollout.vllm.start_engine import StartedEngine, kill, start_engine
+from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -87,7 +87,7 @@ class VLLMEngine:
         self._sender = WeightSender(engine.front_end, loop, self._explain, deadlines.control)
         self._cycle = SleepCycle(engine.front_end, self._control, sleep_level)
         self._cause: str | None = None
-        self._is_hung = False
+        self._hangs = Hangs(engine.front_end, engine.processes, deadlines.request_s, self._rows.fail)
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
         self.policy_version = 0  # vLLM's own first version is not a number
@@ -260,7 +260,7 @@ class VLLMEngine:
     @property
     def is_alive(self) -> bool:
         """Return whether EngineCore runs."""
-        return self._engine is not None and not self._is_hung and not self._engine.errored
+        return self._engine is not None and self._hangs.cause is None and not self._engine.errored
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
@@ -280,7 +280,7 @@ class VLLMEngine:
             self._adapters.open(layout)
             return
         check_layout(self._model, layout)
-        with self._ending_a_hang():
+        with self._hangs.ending():
             self._sender.restart()
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
@@ -294,7 +294,7 @@ class VLLMEngine:
             self._adapters.add(weights)
         else:
             self._cycle.prepare_update()
-            with self._ending_a_hang():
+            with self._hangs.ending():
                 self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
@@ -308,7 +308,7 @@ class VLLMEngine:
             self._cycle.wake()
             self._control(self._adapters.load(self._engine), "load an adapter")
         else:
-            with self._ending_a_hang():
+            with self._hangs.ending():
                 self._sender.finish()
             self._cycle.end_update()
         if not self._rows.keeps_cache and not self._control(
@@ -351,7 +351,9 @@ class VLLMEngine:
         if self.is_alive:
             return self._log.explain(error)
         if self._cause is None:
-            self._cause = ": ".join(filter(None, (self._started.death(), self._log.explain(error))))
+            self._cause = self._hangs.cause or ": ".join(
+                filter(None, (self._started.death(), self._log.explain(error)))
+            )
         return self._cause
 
     async def _request(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
@@ -368,6 +370,7 @@ class VLLMEngine:
                 async for output in self._engine.generate(prompt, sampling_params, name, lora_request=adapter):
                     final = output
         except TimeoutError:
+            self._hangs.check()
             raise EngineDeadlineError(
                 f"request {name} got no response within rollout.request_timeout_s={self._request_timeout_s:g} s at "
                 f"policy version {self._policy_version}"
@@ -378,21 +381,10 @@ class VLLMEngine:
 
     def _control(self, coroutine: Any, what: str) -> Any:
         """Run a call that changes or reads the engine's state, and describe it in its errors."""
-        with self._ending_a_hang():
+        with self._hangs.ending():
             try:
                 return self._loop.run(coroutine, self._deadline, what)
             except EngineError:
                 raise
             except Exception as error:
                 raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
-
-    @contextmanager
-    def _ending_a_hang(self) -> Iterator[None]:
-        """Kill vLLM's process if it misses a deadline in the block; the engine is dead then, and can be replaced."""
-        try:
-            yield
-        except EngineError as error:
-            if EngineDeadlineError in (type(error), type(error.__cause__)) and self._engine is not None:
-                self._is_hung, self._cause = True, f"vLLM's process hung and was killed: {error}"
-                kill(self._started.processes)
-            raise

@@ -41,7 +41,9 @@ class Payloads:
         data = DATA.model_copy(update={"max_prompt_tokens": MOST_TOKENS - 5})
         self.session = session_of(
             *(folder,),
-            **{"trainer": trainer, "data": data, "rollout": Rollout(max_new_tokens=5, **rollout)},
+            trainer=trainer,
+            data=data,
+            rollout=Rollout(max_new_tokens=5, **rollout),
             evaluation=Evaluation(every=steps),
         )
         self.session.__dict__["rollout_weights"] = self.weights = cast(Any, type("Weights", (), {"version": 1})())
@@ -61,14 +63,18 @@ class Payloads:
         for column in batch.values():
             assert isinstance(column, RemoteColumn)
             assert all(handle.is_readable for handle in column.handles)
-        return BatchedDataDict({"policy_version": Ragged.from_rows([[self.weights.version] * MOST_TOKENS], torch.int32)})
+        return BatchedDataDict(
+            {"policy_version": Ragged.from_rows([[self.weights.version] * MOST_TOKENS], torch.int32)}
+        )
 
     def put(self, size: int) -> ObjectHandle:
         with self.store.reserve({"a": size}, "rollout", "generate") as room:
             return room.keep(cast(Any, "a reference"), size, "a", None, ("rollout", 0))
 
     def rows(self, size: int) -> BatchedDataDict:
-        column = RemoteColumn.whole(self.put(size), "policy_version", Ragged.from_rows([[1] * MOST_TOKENS], torch.int32))
+        column = RemoteColumn.whole(
+            self.put(size), "policy_version", Ragged.from_rows([[1] * MOST_TOKENS], torch.int32)
+        )
         return BatchedDataDict({"policy_version": column})
 
     def draw(self, session: Session, step: StepContext) -> Batch:
