@@ -57,6 +57,17 @@ def dequantizing_arguments(config: PreTrainedConfig, source: str) -> dict[str, A
     return {_SETTING: AutoQuantizationConfig.from_dict(settings | {"dequantize": True})}
 
 
+def to_fp32(model: PreTrainedModel) -> None:
+    """Convert a dequantized model's weights to fp32.
+
+    Older versions of transformers (5.19, not 5.23) dequantize MXFP4 to bf16, whatever dtype they are given. This rounds
+    nothing, because bf16 has all numbers that MXFP4 stands for.
+    """
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.float()
+
+
 def forget_quantization(model: PreTrainedModel) -> None:
     """Have transformers save a model that was loaded in fp32 as one that was never quantized.
 
