@@ -106,12 +106,16 @@ def test_rows_in_flight_of_all_batches_are_generated_elsewhere_from_the_same_see
             rows = BatchedDataDict.concat(list(routers[number].run(batches[number])))
             found[number] = rows.select(np.argsort(rows.row_ids))
 
-        threads = [threading.Thread(target=draw, args=(number,), daemon=True) for number in batches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
+        for _ in range(5):  # on a busy machine, rank 0 may take all rows of a batch
+            threads = [threading.Thread(target=draw, args=(number,), daemon=True) for number in batches]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()
+            if len(generations) == 2:
+                break
+            generations.clear()
         assert all(same(found[number], expected[number]) for number in batches)
         assert sum(router.repeated for router in routers.values()) > 0
         assert access.failed == {1}
