@@ -7,11 +7,13 @@ others by their sum. Sums are exact (`math.fsum`), so they don't depend on the o
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from rlpack.algorithms.errors import AlgorithmError
 
 Reducer = Literal["sum", "max", "min"]
 
@@ -59,8 +61,12 @@ class MetricAccumulator:
         self._parts: list[dict[str, Tensor | float]] = []
 
     def add(self, part: Mapping[str, Tensor | float]) -> None:
-        """Add the metrics of one microbatch: floats, or tensors of one number, which are detached."""
-        self._parts.append({n: v.detach() if isinstance(v, Tensor) else v for n, v in part.items()})
+        """Add the metrics of one microbatch: numbers, or tensors of one number, which are detached.
+
+        Raises:
+            AlgorithmError: a metric is no number, or has several; only shapes of tensors are read here.
+        """
+        self._parts.append({name: _one_number(name, value) for name, value in part.items()})
 
     def result(self) -> dict[str, float]:
         """Return the merged metrics of all parts added so far."""
@@ -71,6 +77,24 @@ class MetricAccumulator:
         return merge_metrics(
             {n: next(numbers) if isinstance(v, Tensor) else v for n, v in part.items()} for part in self._parts
         )
+
+
+def _one_number(name: str, value: Any) -> Tensor | float:
+    """Return a metric as a float, or as a detached tensor of one number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    if isinstance(value, Tensor):
+        what = f"has the shape {[*value.shape]}"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):  # ValueError: a text
+            what = f"is {value!r}"
+    reducer = reducer_of(name)
+    example = "(token_weight * values).sum()" if reducer == "sum" else f"values.{reducer}()"
+    raise AlgorithmError(
+        f"metric {name!r} {what}; a loss returns one number per metric; reduce it, for example with {example}"
+    )
 
 
 def _reduce(reducer: Reducer, values: list[float]) -> float:

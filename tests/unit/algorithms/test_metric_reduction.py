@@ -1,10 +1,13 @@
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.metric_reduction import MetricAccumulator, merge_metrics, reducer_of
 
 names = st.sampled_from(["actor/loss", "actor/ratio_max", "packing/length_min"])
@@ -40,3 +43,21 @@ def test_sums_take_tensors_of_any_type_without_their_graph():
     sums.add({"ratio_max": torch.tensor(3), "count": torch.tensor([2])})
     assert sums.result() == {"loss": 1.5, "ratio_max": 3.0, "count": 2.0}
     assert MetricAccumulator().result() == {}
+
+
+@pytest.mark.parametrize("shape", [[3], [0], [1, 2]])
+def test_a_metric_of_several_numbers_is_named_rather_than_read_as_others(shape):
+    sums = MetricAccumulator()
+    message = f"metric 'ratio' has the shape {shape}; a loss returns one number per metric; reduce it"
+    with pytest.raises(AlgorithmError, match=re.escape(message)):
+        sums.add({"kl": torch.tensor(0.01), "ratio": torch.ones(shape), "loss": torch.tensor(0.25)})
+    assert sums.result() == {}
+
+
+@pytest.mark.parametrize("value", ["hard", None, [1.0, 2.0], np.ones(2)])
+def test_a_metric_that_is_no_number_is_named(value):
+    with pytest.raises(AlgorithmError, match=r"metric 'level' is .*; a loss returns one number per metric"):
+        MetricAccumulator().add({"level": value})
+    sums = MetricAccumulator()
+    sums.add({"level": np.float32(0.5)})
+    assert sums.result() == {"level": 0.5}
