@@ -32,6 +32,9 @@ def role_batching(config: Config, role: str) -> Batching:
     The token budget is that of a microbatch: max_tokens times the ranks that share its tokens (cp). With cp_method
     all_gather, alignments are raised to multiples of the 2·cp chunks of a sequence.
 
+    A recipe's own role that isn't trained inherits no overlong=drop or truncate: it gets every row whole, as `rollout`
+    and `reward` do, since the recipe needs a result for each. overlong=error still applies.
+
     Raises:
         ConfigError: the role doesn't exist, or its values conflict with the inherited ones.
 
@@ -61,11 +64,19 @@ def role_batching(config: Config, role: str) -> Batching:
     own = own_batching(config, role)
     if role not in WITH_LAYOUTS and own.share_prompts is None:
         own = own.model_copy(update={"share_prompts": False})  # a role's code may not know of shared slots
+    if own.overlong is None and _is_called_for_its_rows(config, role) and config.batching.overlong != "error":
+        own = own.model_copy(update={"overlong": "own_microbatch"})
     try:
         batching = config.batching.override(**own.model_dump())
         return _for_shared_rows(config, role, batching) if role in WITH_LAYOUTS else batching
     except PackingError as error:
         raise ConfigError([_with_own_keys(config, role, str(error), forward=False)]) from error
+
+
+def _is_called_for_its_rows(config: Config, role: str) -> bool:
+    """Return whether only the recipe calls a role, for the rows that it returns: its own role that it doesn't train."""
+    spec = recipe_of(config)
+    return role in spec.own_roles and role not in spec.trains
 
 
 def forward_batching(config: Config, role: str) -> Batching | None:

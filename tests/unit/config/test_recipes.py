@@ -19,7 +19,7 @@ from rlpack.config.recipes import (
     load_main,
     recipe_section,
 )
-from rlpack.config.roles import optimizers, started_roles
+from rlpack.config.roles import optimizers, role_batching, started_roles
 from rlpack.config.schema import Role
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
@@ -273,6 +273,23 @@ def test_roles_of_a_recipe_have_a_class_by_default_and_are_started(own):
     assert pickle.loads(pickle.dumps(config)) == config
     jobs = compose_jobs(["--multirun", f"recipe.target={own},rlpack.recipes.dapo"])
     assert ["teacher" in job.config.roles for job in jobs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("inherited", "trained", "expected"),
+    [
+        ("drop", "", "own_microbatch"),
+        ("truncate", "", "own_microbatch"),
+        ("error", "", "error"),
+        ("drop", ', trains=("actor", "teacher")', "drop"),
+    ],
+)
+def test_a_recipes_role_gets_whole_rows_that_the_update_cuts_or_drops(own, inherited, trained, expected):
+    with_role(own, 'own_roles={"teacher": "my_pkg.teacher:Teacher"}' + trained)
+    command = [f"recipe.target={own}", f"batching.overlong={inherited}", "batching.max_tokens=1024"]
+    assert role_batching(compose(command), "teacher").overlong == expected
+    own_value = [*command, "roles.teacher.batching.overlong=drop"]
+    assert role_batching(compose(own_value), "teacher").overlong == "drop"
 
 
 @pytest.mark.parametrize(
