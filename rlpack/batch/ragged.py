@@ -3,7 +3,7 @@
 Shape letters: B rows, T tokens over all rows, L tokens of the longest row, n selected rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -206,6 +206,10 @@ class Ragged:
 
     def __len__(self) -> int:
         return self.num_rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Iterate over the rows, each a view [n, ...]."""
+        return iter(self.rows())
 
     def __getitem__(self, row: int) -> Tensor:
         """Return row `row` as a view, [n, ...]."""

@@ -66,6 +66,14 @@ def test_rows_in_a_line_are_views():
     assert column[1].data_ptr() == column.values[2:].data_ptr()
 
 
+def test_iteration_yields_the_rows_and_ends_after_the_last():
+    column = Ragged.from_rows([[1, 2], [], [3]], torch.int64)
+    assert [row.tolist() for row in column] == [[1, 2], [], [3]]
+    assert next(iter(column)).data_ptr() == column.values.data_ptr()
+    assert [(row.tolist(), number) for row, number in zip(column, range(3), strict=True)][2] == ([3], 2)
+    assert list(Ragged.from_rows([], torch.int64)) == []
+
+
 def test_selecting_keeps_the_graph():
     values = torch.ones(3, requires_grad=True)
     Ragged(values, torch.tensor([2, 1])).select([1, 0, 1]).values.sum().backward()
