@@ -36,6 +36,7 @@ from rlpack.recipes.driver.ahead_protocol import Ahead
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.evaluations import EnginesOnly, Evaluations, Place, with_seed
+from rlpack.recipes.driver.gradient_watch import GradientWatch
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
@@ -79,6 +80,7 @@ class Session:
         warned_mismatch: metrics of mismatch that the run has warned of.
         thread: the thread that runs the recipe's steps.
         restarts: the restarts of stateless roles.
+        gradients: ends the run if gradients stay NaN or infinite.
         engine_access: the turns of generations and publications.
     """
 
@@ -101,6 +103,7 @@ class Session:
     warned_mismatch: set[str] = field(default_factory=set)
     thread: threading.Thread = field(default_factory=threading.current_thread)
     restarts: Restarts = field(default_factory=Restarts)
+    gradients: GradientWatch = field(default_factory=GradientWatch)
     engine_access: EngineAccess = field(init=False)
 
     def __post_init__(self) -> None:
@@ -298,14 +301,13 @@ class Session:
         if (idle := self.engine_access.load.pop_idle_share()) is not None:
             step.metrics["perf/engine_idle_share"] = idle
         if self.config.trainer.lead:
-            times = step.timer.as_metrics()
-            lost_s = times.get("time/wait_s", 0.0) + times.get("time/drain_s", 0.0)
-            step.metrics["perf/trainer_idle_share"] = lost_s / elapsed_s
+            step.metrics["perf/trainer_idle_share"] = step.trainer_idle_share(elapsed_s)
         self.progress = step.progress
         self.evaluations.is_due = step.number % self.config.evaluation.every == 0 or step.number == total
         if step.plan is not None:
             self.run.record_plan(step.plan)
         self._log(step, self.progress.phase)
+        self.gradients.check(step)
         if self.ahead is not None:
             self.ahead.raise_failure()
 

@@ -72,6 +72,8 @@ class StepContext:
         versions: policy versions of a batch's tokens, int32 [T], -1 for those of prompts; None if they aren't read yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
+        nonfinite_updates: of each trained role, how many optimizer steps had a gradient that isn't finite, and how many
+            there were.
     """
 
     number: int
@@ -84,6 +86,7 @@ class StepContext:
     versions: Tensor | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
+    nonfinite_updates: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
@@ -95,6 +98,11 @@ class StepContext:
         Times of a batch that a checkpoint held are among the metrics.
         """
         return self.metrics | as_times_of_draw(self.timer.as_metrics())
+
+    def trainer_idle_share(self, elapsed_s: float) -> float:
+        """Return the share of the step's seconds in which it waited for a batch drawn ahead, or for the engines."""
+        times = self.timer.as_metrics()
+        return (times.get("time/wait_s", 0.0) + times.get("time/drain_s", 0.0)) / elapsed_s
 
     def discard_calls(self, groups: Mapping[str, WorkerGroup[Any]]) -> None:
         """Discard the results of calls that the step never waited for; running background calls finish unobserved."""
@@ -121,6 +129,9 @@ class StepContext:
         taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
         self.advance(optimizer_steps=self.progress.optimizer_steps + round(sum(taken)))
         self.metrics["optimizer_steps"] = self.progress.optimizer_steps
+        for role in sorted({name.split("/")[0] for step in metrics for name in step if name.endswith("/grad_norm")}):
+            norms = [step[f"{role}/grad_norm"] for step in metrics]
+            self.nonfinite_updates[role] = (int(np.sum(~np.isfinite(norms))), len(norms))
         for name in dict.fromkeys(name for step in metrics for name in step):
             is_count = name.endswith("/skipped_steps")
             values = [step[name] for step in (metrics if is_count else measured) if name in step]
