@@ -9,6 +9,10 @@ class RunTakenOverError(RuntimeError):
     """Another process has taken over the run directory."""
 
 
+class MetricError(ValueError):
+    """A metric that is not one number; the message names it and its value."""
+
+
 class SinkError(ValueError):
     """A configured sink can't be opened; the message says what is missing."""
 

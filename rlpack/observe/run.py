@@ -44,7 +44,7 @@ from rlpack.observe.run_dir import (
     remove_unstarted_run,
 )
 from rlpack.observe.run_lock import RunLock
-from rlpack.observe.sinks import LogPhase, ResumePoint, Sink, check_packages, open_sinks, read_records
+from rlpack.observe.sinks import LogPhase, ResumePoint, Sink, as_numbers, check_packages, open_sinks, read_records
 from rlpack.observe.terminal import STANDARD_ERROR, discard, is_ignored_hangup, leave_closed_terminal
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.run_log import RunLog, attached_log, current_log
@@ -144,10 +144,12 @@ class Run:
         The times measured since the last call are added to them.
 
         Raises:
+            MetricError: a metric is not one number; nothing is written.
             RunTakenOverError: another process has taken over the run directory.
         """
         if self._lock is not None:
             self._lock.check()
+        metrics = as_numbers(metrics)
         record = {**metrics, **{name: metrics.get(name, 0.0) + seconds for name, seconds in self._times.items()}}
         self._times = {}
         for sink in self._sinks:

@@ -1,7 +1,9 @@
 import io
 import json
+import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -9,16 +11,18 @@ import threading
 import time
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from rich.console import Console as RichConsole
 
 from rlpack.config.schema import Config, Logger, SFTWarmup, Trainer
 from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
-from rlpack.observe.errors import RunDirectoryError, RunTakenOverError, SinkError
+from rlpack.observe.errors import MetricError, RunDirectoryError, RunTakenOverError, SinkError
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import check_records, check_run_dir, record_hashes
 from rlpack.observe.run_lock import lock_run_dir
@@ -40,6 +44,39 @@ def test_a_run_leaves_config_metrics_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
     (record,) = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("hard", "'hard'"),
+        ("0.5", "'0.5'"),
+        (None, "None"),
+        (torch.ones(2), "tensor([1., 1.])"),
+        (np.ones(2), "array([1., 1.])"),
+        (torch.ones(2, 2), "tensor([[1., ... [1., 1.]])"),
+        (10**309, f"1{'0' * 17}...{'0' * 19}"),
+    ],
+)
+def test_a_metric_that_is_not_one_number_is_named_before_anything_is_written(tmp_path: Path, value: Any, what: str):
+    with start(tmp_path) as run:
+        run.log(1, {"reward/mean": 0.5})
+        with pytest.raises(MetricError, match=re.escape(f"metric 'recipe/x' is {what}; a metric is one number")):
+            run.log(2, {"reward/mean": 0.5, "recipe/x": value})
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert record["step"] == 1
+
+
+def test_a_metric_may_be_any_scalar(tmp_path: Path):
+    values = {"a": 3, "b": True, "c": np.float32(0.5), "d": torch.tensor([0.25]), "e": torch.tensor(2), "f": math.inf}
+    with start(tmp_path) as run:
+        run.log(1, {f"recipe/{name}": value for name, value in values.items()})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line.endswith(
+        '"recipe/a": 3, "recipe/b": 1.0, "recipe/c": 0.5, "recipe/d": 0.25, "recipe/e": 2.0, "recipe/f": "Infinity"}'
+    )
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert record | {f"recipe/{name}": float(value) for name, value in values.items()} == record
 
 
 def flat(reward: float = 0.0) -> dict[str, float]:
