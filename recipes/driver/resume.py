@@ -86,11 +86,12 @@ def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
     The recipe's checkpoints are newer than the warm-up's.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, and starting over would overwrite what is left of them; or the
-            newest was written by another version, or contains classes that could run code.
+        CheckpointError: all checkpoints of the recipe, or of a warm-up without any, are damaged, and starting that
+            phase over would overwrite what is left of them; or the newest was written by another version, or contains
+            classes that could run code.
     """
-    roots = [directory / "checkpoints" / phase for phase in ("train", "sft_warmup")]
-    for root in roots:
+    for phase in ("train", "sft_warmup"):
+        root = directory / "checkpoints" / phase
         path = newest(root)
         if path is not None:
             checkpoint = LoadedCheckpoint(path, load_state(path))
@@ -98,11 +99,12 @@ def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
             for index in path.glob(f"*/{INDEX}"):
                 read_index(index.parent)  # ranks read it in the same way, but only after they have started
             return checkpoint
-    for folder, fault in filter(None, map(newest_damage, roots)):
-        raise CheckpointError(
-            f"no checkpoint of run_dir={directory} can be loaded; the newest, {folder}, is damaged: {fault}; restore "
-            "its files, or choose another run_dir to start over"
-        )
+        if (damage := newest_damage(root)) is not None:
+            folder, fault = damage
+            raise CheckpointError(
+                f"no checkpoint of run_dir={directory} can be loaded; the newest, {folder}, is damaged: {fault}; "
+                "restore its files, or choose another run_dir to start over"
+            )
     return None
 
 

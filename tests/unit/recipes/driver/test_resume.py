@@ -163,12 +163,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(tmp_path):
     sft_warmup, first, second = (commit(tmp_path, *at) for at in (("sft_warmup", 9), ("train", 1), ("train", 2)))
     for folder in (first, second):
         (folder / "state.json").unlink()
+    error = r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"
+    with pytest.raises(CheckpointError, match=error):  # though the warm-up's is intact: training would start over
+        newest_checkpoint(tmp_path)
+    (sft_warmup / "COMMITTED").write_text("half")
+    with pytest.raises(CheckpointError, match=error):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_run_that_was_killed_in_its_first_save_after_the_warm_up_continues_from_the_warm_up(tmp_path):
+    sft_warmup = commit(tmp_path, "sft_warmup", 9)
+    (commit(tmp_path, "train", 1) / "COMMITTED").unlink()
     resumed = newest_checkpoint(tmp_path)
     assert resumed is not None
     assert resumed.path == sft_warmup
-    (sft_warmup / "COMMITTED").write_text("half")
-    with pytest.raises(CheckpointError, match=r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"):
-        newest_checkpoint(tmp_path)
 
 
 def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path):
