@@ -218,14 +218,16 @@ def check_records(run_dir: Path, hashes: Mapping[str, Any]) -> None:
     Args:
         run_dir: the run directory. After the checkpoint's records come at most those of the evaluation after its step.
         hashes: `record_hashes` at the time of the checkpoint; older versions of rlpack wrote SHA-256 of whole files. If
-            it has none of a W&B run's id, W&B may have been switched on since.
+            it has none of a W&B run's id, W&B may have been switched on since. A file without a hash was written after
+            the checkpoint, so a resumed run empties it.
     """
     known = {name: found if isinstance(found, dict) else {"sha256": found} for name, found in hashes.items()}
-    present = {name for name in (METRICS, SAMPLES, WANDB_ID) if (run_dir / name).is_file()}
+    files = {name: run_dir / name for name in (METRICS, SAMPLES, WANDB_ID) if (run_dir / name).is_file()}
+    present = {name for name, path in files.items() if name in known or path.stat().st_size > 0}
     same = {
         name
         for name in present & known.keys()
-        if _hash(run_dir / name, known[name].get("bytes")) == known[name].get("sha256")
+        if _hash(files[name], known[name].get("bytes")) == known[name].get("sha256")
     }
     if has_changed := (present | known.keys()) - same - ({WANDB_ID} - known.keys()):
         logger.warning(

@@ -281,10 +281,11 @@ def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path)
     with start(tmp_path) as run:
         run.log(400, {"sft_warmup/loss": 1.0}, phase="sft_warmup")
         run.log_samples([Sample("p\ud800", "c", None, 1.0)])
-        run.record_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
+        run.record_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2), responses=[1, 2])
         run.log(1, {})
     assert json.loads((tmp_path / "samples.jsonl").read_text())["step"] == 1
-    assert json.loads((tmp_path / "packing.json").read_text())["step"] == 1
+    record = json.loads((tmp_path / "packing.json").read_text())
+    assert (record["step"], record["lengths"], record["responses"]) == (1, [3, 4], [1, 2])
     assert (tmp_path / "packing.png").exists()
 
 
@@ -569,3 +570,16 @@ def test_switching_wandb_on_in_a_resumed_run_changes_no_record(
     (tmp_path / "wandb-id").write_text("a1b2c3d4")
     check_records(tmp_path, hashes)
     assert not caplog.text
+
+
+def test_an_empty_file_that_a_checkpoint_does_not_know_changes_no_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("as it was")
+    hashes = record_hashes(tmp_path)
+    (tmp_path / "samples.jsonl").touch()  # written after the checkpoint, and emptied by the resumed run
+    check_records(tmp_path, hashes)
+    assert not caplog.text
+    (tmp_path / "samples.jsonl").write_text("of another run")
+    check_records(tmp_path, hashes)
+    assert f"samples.jsonl in {tmp_path} changed after the checkpoint was written" in caplog.text
