@@ -1,9 +1,9 @@
 """`rlpack train supervise=N`: start a run again from its newest checkpoint after it failed, at most N times.
 
 The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
-wrong configuration or wrong data in the first attempt, Ctrl-C, and a second failure in a row without a newer checkpoint
-in between. A restart that refuses what the first attempt accepted may lack a node or a service for a while, so it is
-tried again, after longer pauses.
+wrong configuration or wrong data in the first attempt, Ctrl-C, a reader of standard output that has left, and a second
+failure in a row without a newer checkpoint in between. A restart that refuses what the first attempt accepted may lack
+a node or a service for a while, so it is tried again, after longer pauses.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from rlpack.user_code import Interrupted
 
 log = logging.getLogger(__name__)
 
-DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 # In the environment of an attempt: the process that supervises it, its number and the number of all attempts.
 _ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -32,6 +32,8 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PAUSE_S = 3.0
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1
+# The folders of checkpoints that a run continues from; the stored reference policy is not one of them.
+_PHASES = ("sft_warmup", "train")
 # Signals that end a run on purpose.
 _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -52,7 +54,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
         before = newest_checkpoints(Path(run_dir))
         code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
         is_refused = code in (CONFIG_WRONG, DATA_WRONG)
-        if is_wanted or code in (DONE, INTERRUPTED) or (is_refused and number == 0):
+        if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_refused and number == 0):
             return code
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
@@ -64,7 +66,8 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
             _report(run_dir, f"the run ended with {cause} twice without a new checkpoint; it is not restarted")
             break
         pause_s = min(_PAUSE_S * 2**stalled, _LONGEST_PAUSE_S) if is_refused else _PAUSE_S
-        again = f"restart {number + 1} of {restarts} from its newest checkpoint in {pause_s:g} s"
+        place = "its newest checkpoint" if newest_checkpoints(Path(run_dir)) else "the beginning"
+        again = f"restart {number + 1} of {restarts} from {place} in {pause_s:g} s"
         _report(run_dir, f"the run ended with {cause}; {again}", "WARNING")
         try:
             time.sleep(pause_s)
@@ -87,7 +90,8 @@ def _report(run_dir: str, text: str, level: str = "ERROR") -> None:
 
 def newest_checkpoints(run_dir: Path) -> list[str]:
     """Return the names of the committed checkpoints of all phases, in order."""
-    return sorted(str(mark.parent.relative_to(run_dir)) for mark in (run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
+    marks = [mark for phase in _PHASES for mark in (run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")]
+    return sorted(str(mark.parent.relative_to(run_dir)) for mark in marks)
 
 
 def begin_attempt() -> None:

@@ -125,7 +125,7 @@ def test_causes_of_restarts_and_of_the_end_are_in_the_log_of_the_run(
     monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
     (tmp_path / "run").mkdir()
     assert supervise([], "run", restarts) == 1
-    again = f"the run ended with exit code 1; restart 1 of {restarts} from its newest checkpoint in 0 s"
+    again = f"the run ended with exit code 1; restart 1 of {restarts} from the beginning in 0 s"
     first, cause, second, end = (tmp_path / "run" / "run.log").read_text().splitlines()
     assert (first, second) == ("the attempt fails", "the attempt fails")
     assert cause.endswith(f" supervisor WARNING rlpack: {again}")
@@ -138,3 +138,41 @@ def test_a_run_that_ends_before_it_has_a_log_gets_none(tmp_path: Path, monkeypat
     monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
     assert supervise([], "run", 1) == 1
     assert not (tmp_path / "run").exists()
+
+
+def attempts_of(folder: Path) -> int:
+    return len((folder / "attempts").read_text())
+
+
+@pytest.mark.parametrize(("phase", "attempts"), [("reference", 2), ("sft_warmup", 4), ("train", 4)])
+def test_only_checkpoints_that_a_run_continues_from_are_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, attempts: int
+):
+    monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
+    script = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+with Path("attempts").open("a") as file:
+    file.write("x")
+folder = Path("run/checkpoints/{phase}") / f"step-{{Path('attempts').stat().st_size}}"
+folder.mkdir(parents=True)
+(folder / "COMMITTED").touch()
+sys.exit(1)
+"""
+    replace_attempt(tmp_path, monkeypatch, script)
+    assert supervise([], "run", 3) == 1
+    # The first failure may come before any checkpoint could be written; a second one in a row ends the run.
+    assert attempts_of(tmp_path) == attempts
+
+
+def test_a_run_whose_reader_has_left_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+with Path("attempts").open("a") as file:
+    file.write("x")
+sys.exit(141)
+"""
+    replace_attempt(tmp_path, monkeypatch, script)
+    assert supervise([], "run", 3) == 141
+    assert attempts_of(tmp_path) == 1
