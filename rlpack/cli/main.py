@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong configuration or command line, 3 w
 import argparse
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -37,6 +38,8 @@ examples:
 _COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "serve", "simulate", "stop", "submit", "trace", "train")
 _INTERRUPTED = 130
 _JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
+# Options of `rlpack train` that Hydra, which completes its overrides, doesn't know.
+_OWN_OPTIONS = re.compile(r" --(?:dry-run|memory-gb(?:=|\s+)\S+)(?=\s)")
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
@@ -205,7 +208,7 @@ def _trace(run_dir: Path, out: Path | None) -> int:
 
 def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> int:
     """Print completions for a shell; Hydra completes the overrides after `train`."""
-    line = os.environ.get("COMP_LINE", "")
+    line = _OWN_OPTIONS.sub("", os.environ.get("COMP_LINE", ""))
     words = line.split()
     if "query=" not in " ".join(arguments):
         return train([argument for argument in arguments if argument != "train"])

@@ -99,6 +99,9 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
         ("rlpack train critic.optimizer.name=adamw_", "critic.optimizer.name=adamw_8bit"),
         ("rlpack train recipe=dapo dapo.overlong_filter=", "dapo.overlong_filter=true dapo.overlong_filter=false"),
         ("rlpack train seed=", "seed=1"),
+        ("rlpack train --dry-run recipe=g", "recipe=gmpo recipe=grpo recipe=gspo"),
+        ("rlpack train --memory-gb 80 --dry-run model=tiny trainer.st", "trainer.steps="),
+        ("rlpack train --memory-gb=80 --dry-run batching.mode=f", "batching.mode=fixed"),
         ("rlpack report ", ""),
     ],
 )
