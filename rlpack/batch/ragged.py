@@ -19,7 +19,7 @@ from rlpack.batch.errors import DataError
 from rlpack.batch.serialization import from_array, to_array
 
 Rows = Sequence[int] | np.ndarray | Tensor
-_FLOATS = (float, np.floating)
+_INTEGERS = (int, np.integer, np.bool_)
 
 
 def row_index(rows: Rows, num_rows: int) -> np.ndarray:
@@ -31,13 +31,15 @@ def row_index(rows: Rows, num_rows: int) -> np.ndarray:
     array([2, 0])
 
     Raises:
-        DataError: a row does not exist, or `rows` is not a one-dimensional list of integers or booleans.
+        DataError: a row does not exist, or `rows` is not a one-dimensional list of integers or booleans, or is uint8.
     """
     index = as_array(rows, "rows")
     if index.dtype == bool:
         if index.size != num_rows:
             raise DataError(f"a row mask has {index.size} entries for {num_rows} rows")
         return np.flatnonzero(index)
+    if index.dtype == np.uint8:  # the type of masks in older code, whose zeros and ones would be read as rows 0 and 1
+        raise DataError("rows are uint8, which may be a mask or positions; pass bool for a mask, int64 for positions")
     outside = (index < -num_rows) | (index >= num_rows)
     if outside.any():
         raise DataError(f"row {index[outside][0]} does not exist; there are {num_rows} rows")
@@ -157,19 +159,22 @@ class Ragged:
 
         Raises:
             DataError: `dtype` is missing and rows are not tensors, or a value does not fit the dtype, such as a
-                fraction in an integer column.
+                fraction in an integer column, −1 in an unsigned one, or 2 in a boolean one.
         """
         if rows and all(isinstance(row, Tensor) for row in rows):
             tensors = [row for row in rows if isinstance(row, Tensor)]
             values = torch.cat(tensors)
-            if dtype is not None and values.is_floating_point() and not dtype.is_floating_point:
+            lengths = torch.tensor([len(row) for row in tensors], device=values.device)
+            if dtype is None or values.dtype == dtype:
+                return cls(values, lengths)
+            if _is_integer(dtype) and not _is_integer(values.dtype):
                 raise DataError(f"rows are {values.dtype}, the column is {dtype}, which has no fractions; convert them")
-            return cls(values if dtype is None else values.to(dtype), torch.tensor([len(row) for row in tensors]))
+            return cls(_to_integers(values, lengths, dtype) if _is_integer(dtype) else values.to(dtype), lengths)
         if dtype is None:
             raise DataError("from_rows needs a dtype, unless rows are tensors")
         lists = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
         lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
-        return cls(_from_lists(lists, dtype), lengths)
+        return cls(_from_lists(lists, lengths, dtype), lengths)
 
     @classmethod
     def concat(cls, columns: Sequence["Ragged"]) -> "Ragged":
@@ -332,17 +337,49 @@ def _check_integers(lengths: Tensor) -> None:
         raise DataError(f"lengths are {lengths.dtype}; they must be integers (torch.int64)")
 
 
-def _from_lists(lists: Sequence[list[Any]], dtype: torch.dtype) -> Tensor:
-    """Return the concatenation of all lists as `dtype`."""
+def _is_integer(dtype: torch.dtype) -> bool:
+    """Return whether a type holds integers or booleans, and so no fractions."""
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _to_integers(values: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return integers or booleans [T, ...] as `dtype`, another such type.
+
+    Raises:
+        DataError: a value is outside of the range of `dtype`, which torch would wrap without a word.
+    """
+    (low, high), (least, most) = _range_of(dtype), _range_of(values.dtype)
+    if least < low or most > high:
+        array = values.cpu().numpy()  # torch compares no uint64
+        outside = np.argwhere((array < low) | (array > high))
+        if outside.size:
+            position = outside[0]
+            row = int(np.searchsorted(lengths.cumsum(0).cpu().numpy(), position[0], side="right"))
+            raise DataError(
+                f"row {row} has {array[tuple(position)]}, and the column is {dtype}, which holds {low} to {high}; pass "
+                "values in this range, or a wider dtype"
+            )
+    return values.to(dtype)
+
+
+def _range_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the least and the greatest value of a type of integers or booleans."""
+    return (0, 1) if dtype == torch.bool else (int(torch.iinfo(dtype).min), int(torch.iinfo(dtype).max))
+
+
+def _from_lists(lists: Sequence[list[Any]], lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the concatenation of all lists, of `lengths` items, as `dtype`."""
     flat = list(chain.from_iterable(lists))
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    is_integer = _is_integer(dtype)
     try:
         values = torch.tensor(flat, dtype=None if is_integer and flat else dtype)
-        if not (is_integer and flat and values.is_floating_point()):
-            return values if values.dtype == dtype else torch.tensor(flat, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"rows can't be converted to {dtype}: {error}; pass lists of numbers that fit it") from error
-    floats = ((row, item) for row, items in enumerate(lists) for item in items if isinstance(item, _FLOATS))
+    if values.dtype == dtype:
+        return values
+    if _is_integer(values.dtype):
+        return _to_integers(values, lengths, dtype)
+    floats = ((row, item) for row, items in enumerate(lists) for item in items if not isinstance(item, _INTEGERS))
     row, value = next(floats, (0, lists[0]))
     raise DataError(f"row {row} has {value!r} and the column is {dtype}, which has no fractions; pass integers")
 

@@ -114,11 +114,37 @@ def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
         ([[None]], torch.float32, "rows can't be converted to torch.float32"),
         ([[2**70]], torch.int64, "rows can't be converted to torch.int64"),
         ([[1], [[2, 3]]], torch.int64, "rows can't be converted to torch.int64"),
+        ([[1], [0, -1]], torch.uint8, "row 1 has -1, and the column is torch.uint8, which holds 0 to 255"),
+        ([[1], [2]], torch.bool, "row 1 has 2, and the column is torch.bool, which holds 0 to 1"),
+        ([torch.tensor([1, 300])], torch.uint8, "row 0 has 300, and the column is torch.uint8"),
+        ([torch.tensor([], dtype=torch.int64), torch.tensor([-1])], torch.uint8, "row 1 has -1, and the column is"),
+        ([torch.tensor([[1, 2], [2**31, 3]])], torch.int32, "row 0 has 2147483648, and the column is torch.int32"),
+        ([torch.tensor([2**63], dtype=torch.uint64)], torch.int64, "row 0 has 9223372036854775808"),
+        ([torch.tensor([True, 2])], torch.bool, "row 0 has 2, and the column is torch.bool"),
     ],
 )
 def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
     with pytest.raises(DataError, match=text):
         Ragged.from_rows(rows, dtype)
+
+
+@pytest.mark.parametrize("as_row", [list, torch.tensor])
+def test_integers_in_the_range_of_the_type_are_converted(as_row):
+    column = Ragged.from_rows([as_row([0, 1]), as_row([1])], torch.bool)
+    assert column.values.tolist() == [False, True, True]
+    column = Ragged.from_rows([as_row([-128, 127])], torch.int8)
+    assert column.values.tolist() == [-128, 127]
+    assert column.values.dtype == torch.int8
+    assert Ragged.from_rows([as_row([True, False])], torch.uint8).values.tolist() == [1, 0]
+    assert Ragged.from_rows([as_row([300, -1])], torch.float32).values.tolist() == [300.0, -1.0]
+
+
+def test_lengths_are_on_the_device_of_tensor_rows():
+    rows = [torch.tensor([1, 2]), torch.tensor([3])]
+    with torch.device("meta"):  # another default device than that of the rows
+        column = Ragged.from_rows(rows)
+    assert column.lengths.device == column.values.device
+    assert lists(column) == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
@@ -175,6 +201,8 @@ def test_rows_are_positions_or_a_mask():
         (torch.ones(2, dtype=torch.bfloat16), "rows can't be read as an array"),
         (np.array([0, 2**64 - 1], dtype=np.uint64), "row 18446744073709551615 does not exist; there are 3 rows"),
         ([2**80], "rows are object"),
+        (torch.tensor([0, 1, 1], dtype=torch.uint8), "rows are uint8.*pass bool for a mask, int64 for positions"),
+        (np.array([0, 1, 1], dtype=np.uint8), "rows are uint8"),
     ],
 )
 def test_what_is_no_row_is_refused(rows, text):
