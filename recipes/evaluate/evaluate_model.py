@@ -73,7 +73,7 @@ def main(config: Config) -> None:
         console.note(other)
     config = _with_dtype(config)
     reader = answer_reader((one.target, one.arguments) for one in function_specs(config.reward).values())
-    with _log_in(output), _loadable(config, output) as loadable:
+    with _log_in(output), _loadable(config, output, console) as loadable:
         tokenizer, prompts = load_held_out(loadable)
         check_before_evaluation(loadable, tokenizer, prompts)
         hashes = {
@@ -113,12 +113,13 @@ def _with_dtype(config: Config) -> Config:
 
 
 @contextmanager
-def _loadable(config: Config, output: Path) -> Iterator[Config]:
+def _loadable(config: Config, output: Path, console: Console) -> Iterator[Config]:
     """Yield the configuration whose `model.path` can be loaded: for a checkpoint, the path of its export."""
     checkpoint = recipe_section(config, Evaluate).checkpoint
     if checkpoint is None:
         yield config
         return
+    console.note(f"evaluating the checkpoint in {checkpoint}")
     folder = (output / EXPORTED).absolute()
     with exported_checkpoint(Path(checkpoint), folder):
         yield config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})

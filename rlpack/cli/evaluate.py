@@ -58,24 +58,24 @@ def evaluate(arguments: list[str]) -> int:
     """Evaluate the model that the command line names, and return the exit code."""
     parsed, overrides = _parse(arguments)
     hide_progress_bars()
-    try:
-        import_from_working_directory()
-        config = evaluation_config(parsed.model, parsed.checkpoint, overrides)
-    except (ValueError, CheckpointError, UserCodeError) as error:
-        return report_failure(error, "evaluate")
     log_to_console()
     with attached_log("driver", partial(print_failure, command="evaluate")):
+        try:
+            import_from_working_directory()
+            config = evaluation_config(parsed.model, parsed.checkpoint, overrides)
+        except (ValueError, CheckpointError, UserCodeError) as error:
+            return report_failure(error, "evaluate")
         for warning in config_warnings(config):
             logger.warning("%s", warning)
         return run(config, "evaluate", _how_to_go_on, key="evaluate.output_dir")
 
 
-def evaluation_config(given: str, step: int | None, overrides: Sequence[str]) -> Config:
+def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) -> Config:
     """Return the checked configuration of an evaluation, whose `run_dir` is its directory.
 
     Args:
         given: the model or the run.
-        step: step of the run's checkpoint; None for the newest intact one.
+        choice: the run's checkpoint; see `find_model`.
         overrides: Hydra overrides.
 
     Raises:
@@ -88,7 +88,7 @@ def evaluation_config(given: str, step: int | None, overrides: Sequence[str]) ->
     """
     if problems := list(_without_effect(overrides)):
         raise ConfigError(problems)
-    evaluated = find_model(given, step)
+    evaluated = find_model(given, choice)
     config = compose_evaluation(overrides, _base_values(evaluated, overrides))
     run = None if evaluated.state is None else run_config(evaluated.state)
     config = with_dtype_of(run, config)
@@ -115,7 +115,10 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run's directory")
     result.add_argument(
-        "--checkpoint", type=int, metavar="N", help="step of the run's checkpoint; the newest sound one by default"
+        "--checkpoint",
+        metavar="N",
+        help="step of the run's checkpoint, or sft_warmup/N for one of its supervised warm-up; by default, the newest "
+        "sound one",
     )
     return result
 

@@ -3,7 +3,9 @@
 Nothing is written, so a run in progress can be evaluated. Files are verified by their hashes before any is read.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from rlpack.observe.run_dir import CHECKPOINTS, holds_run
 from rlpack.startup.given_model import find_folder
 from rlpack.startup.same_run import check_fields
 
-# The recipe's checkpoints are newer than the warm-up's.
-_PHASES = ("train", "sft_warmup")
+logger = logging.getLogger(__name__)
+
+# The recipe's checkpoints are newer than the warm-up's, and their steps have the same numbers.
+_PHASES = {"train": "training", "sft_warmup": "warm-up"}
+_CHOICE = re.compile(rf"(?:({'|'.join(_PHASES)})/)?([0-9]+)")
 # The evaluated policy is this role's.
 _ROLE = "actor"
 _SECTIONS = ("seed", "data", "reward", "rollout", "job")
@@ -43,32 +48,35 @@ class EvaluatedModel:
     state: Mapping[str, Any] | None = None
 
 
-def find_model(given: str, step: int | None) -> EvaluatedModel:
+def find_model(given: str, choice: str | None) -> EvaluatedModel:
     """Resolve a path or a name.
 
     Args:
         given: a model's folder, its name on the Hub, or a run directory.
-        step: step of the run's checkpoint; None for the newest intact one.
+        choice: the run's checkpoint: `N` for that of step N of the training, or of the warm-up if the run has no
+            checkpoint of the training; `train/N` or `sft_warmup/N`; None for the newest intact one. A newer one that
+            is damaged is skipped with a warning, but a checkpoint of the warm-up never replaces those of the training.
 
     Raises:
-        ModelError: there is no such folder, it holds neither a model nor a run, or a step is given for a model.
-        EvaluationError: the run has no checkpoint, or none of that step.
+        ModelError: there is no such folder, it holds neither a model nor a run, or a checkpoint is chosen for a model.
+        EvaluationError: the run has no checkpoint, or not the chosen one.
         CheckpointError: all checkpoints that were asked for are damaged, or another version wrote them.
     """
     folder = find_folder(given)
     if folder is not None and holds_run(folder):
-        checkpoint, state = _checkpoint(folder, step)
+        checkpoint, state = _checkpoint(folder, choice)
         name = f"{folder.resolve().name}-{checkpoint.name}"
         return EvaluatedModel(name, checkpoint=checkpoint.resolve(), state=state)
-    if step is not None:
+    if choice is not None:
         raise ModelError(
-            f"--checkpoint {step} needs the directory of a run, and {given!r} is none; leave it out to evaluate a model"
+            f"--checkpoint {choice} needs the directory of a run, and {given!r} is none; leave it out to evaluate a "
+            "model"
         )
     if folder is not None:
         if (folder / MARKER).exists() and not (folder / "config.json").exists():  # exported models are marked, too
             raise ModelError(
                 f"{given!r} is a checkpoint, without the model's config; give its run: rlpack evaluate "
-                f"{folder.absolute().parents[2]} --checkpoint {folder.name.removeprefix('step-')}"
+                f"{folder.absolute().parents[2]} --checkpoint {_choice_of(folder.absolute())}"
             )
         return EvaluatedModel(folder.resolve().name, path=str(folder.resolve()))
     return EvaluatedModel(given.replace("/", "-"), path=given)
@@ -117,37 +125,63 @@ def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _checkpoint(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the state of a run's checkpoint."""
-    folders = list(_folders(run_dir))
-    if not folders:
+def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the state of a run's checkpoint; `choice` is that of `find_model`."""
+    phase, step = (None, None) if choice is None else _parse_choice(choice)
+    folders = {name: _folders(run_dir / CHECKPOINTS / name) for name in _PHASES}
+    if not any(folders.values()):
         exported = run_dir / "model"
         model = str(exported) if exported.is_dir() else "a model's folder"
         raise EvaluationError(
             f"the run in {run_dir} has no checkpoint; wait for its first (checkpoint.every), or evaluate {model}"
         )
-    chosen = folders if step is None else [folder for folder in folders if folder.name == f"step-{step}"]
+    phase = phase or next(name for name in _PHASES if folders[name])
+    asked = [folder for folder in folders[phase] if step is None or folder.name == f"step-{step}"]
+    existing = ", ".join(_choice_of(folder) for name in _PHASES for folder in folders[name])
+    if not asked:
+        of_step = "" if step is None else f" of step {step}"
+        raise EvaluationError(
+            f"the run in {run_dir} has no {_PHASES[phase]} checkpoint{of_step}; set --checkpoint to one that it has: "
+            f"{existing}"
+        )
     faults: list[str] = []
-    for folder in chosen:
+    for folder in asked:
         fault = fault_of(folder)
         if fault is None:
-            state = load_state(folder)
-            check_fields(state, folder)
-            if not (folder / _ROLE).is_dir():
-                raise EvaluationError(f"{folder} holds no {_ROLE}, so there is no policy to evaluate in it")
-            return folder, state
+            for text in faults:
+                logger.warning("a newer checkpoint is skipped: %s", text)
+            return folder, _state(folder)
         faults.append(f"{folder}: {fault}")
-    if faults:
-        raise CheckpointError(
-            f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore the "
-            "files, or choose another by --checkpoint"
+    raise CheckpointError(
+        f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore the "
+        f"files, or choose another by --checkpoint (there are {existing})"
+    )
+
+
+def _parse_choice(choice: str) -> tuple[str | None, int]:
+    """Return the phase, None if it isn't named, and the step of `--checkpoint`."""
+    match = _CHOICE.fullmatch(choice)
+    if match is None:
+        raise EvaluationError(
+            f"--checkpoint is {choice!r}; give a step, such as 4, or {' or '.join(f'{name}/4' for name in _PHASES)}"
         )
-    steps = ", ".join(f"{folder.name.removeprefix('step-')} ({folder.parent.name})" for folder in folders)
-    raise EvaluationError(f"the run in {run_dir} has no checkpoint of step {step}; it has those of steps {steps}")
+    return match[1], int(match[2])
 
 
-def _folders(run_dir: Path) -> Iterator[Path]:
-    """Yield the folders of a run's checkpoints, the newest first."""
-    for phase in _PHASES:
-        root = run_dir / CHECKPOINTS / phase
-        yield from (root / f"step-{step}" for step in sorted(saved_steps(root), reverse=True))
+def _choice_of(folder: Path) -> str:
+    """Return the value of `--checkpoint` that names a checkpoint."""
+    return f"{folder.parent.name}/{folder.name.removeprefix('step-')}"
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """Return the state of an intact checkpoint that holds a policy."""
+    state = load_state(folder)
+    check_fields(state, folder)
+    if not (folder / _ROLE).is_dir():
+        raise EvaluationError(f"{folder} holds no {_ROLE}, so there is no policy to evaluate in it")
+    return state
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the folders of the checkpoints of one phase, the newest first."""
+    return [root / f"step-{step}" for step in sorted(saved_steps(root), reverse=True)]

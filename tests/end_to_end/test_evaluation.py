@@ -83,6 +83,7 @@ def test_the_table_is_printed_with_intervals_and_says_how_votes_are_counted(of_r
     shown = [f"{mean['value']:.4f}", f"[{mean['low']:.4f},", f"{mean['high']:.4f}]"]
     assert ["mean", "reward", *shown] in lines
     assert "40 responses: 8 prompts × 4 samples and 8 greedy ones" in of_run.out
+    assert f"evaluating the checkpoint in {document['checkpoint']}\n" in of_run.out
     assert re.search(r"starting the roles .*\nthe roles are ready after \d+\.\d s\n", of_run.out)
     page = (of_run.run_dir / "samples.html").read_text()
     assert re.search(r"<h1>[^/<]*, step 9, on arithmetic</h1>", page)

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -51,17 +52,48 @@ def test_a_run_stands_for_its_newest_sound_checkpoint_and_nothing_is_written(run
 
 
 def test_a_step_selects_a_checkpoint(run):
-    assert find_model(str(run), 2).checkpoint == run / "checkpoints/train/step-2"
+    for choice in ("2", "train/2"):
+        assert find_model(str(run), choice).checkpoint == run / "checkpoints/train/step-2"
+    with pytest.raises(EvaluationError, match=r"no training checkpoint of step 3; set .* it has: train/4, train/2$"):
+        find_model("runs/mine", "3")
+
+
+@pytest.mark.parametrize("choice", ["", "-1", "step-2", "last", "warmup/2", "2/train", "\u0662"])
+def test_what_is_no_step_is_an_error_with_examples(run, choice):
     with pytest.raises(
-        EvaluationError, match=r"no checkpoint of step 3; it has those of steps 4 \(train\), 2 \(train\)"
+        EvaluationError, match=r"--checkpoint is '.*'; give a step, such as 4, or train/4 or sft_warmup"
     ):
-        find_model("runs/mine", 3)
+        find_model("runs/mine", choice)
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wrong(run):
     damage(run, 4)
-    with pytest.raises(CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint"):
-        find_model("runs/mine", 4)
+    with pytest.raises(
+        CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint \(there are train/4, train/2\)"
+    ):
+        find_model("runs/mine", "4")
+
+
+def test_a_newer_damaged_checkpoint_is_skipped_with_a_warning_that_says_what_is_wrong(run, caplog):
+    damage(run, 4)
+    find_model("runs/mine", None)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(r"a newer checkpoint is skipped: .*/train/step-4: .*weights", record.getMessage())
+
+
+def test_a_checkpoint_of_the_warm_up_is_evaluated_in_place_of_the_trainings_only_if_it_is_named(run, caplog):
+    warm_up = save(run / "checkpoints" / "sft_warmup", 3)
+    save(warm_up.parent, 4)
+    with pytest.raises(EvaluationError, match=r"no training checkpoint of step 3; .*sft_warmup/4, sft_warmup/3$"):
+        find_model("runs/mine", "3")  # train/step-3 was pruned
+    assert find_model("runs/mine", "4").checkpoint == run / "checkpoints/train/step-4"
+    damage(run, 2)
+    damage(run, 4)
+    with pytest.raises(CheckpointError, match=r"step-4: .*; .*step-2: .*there are train/4, train/2, sft_warmup/4"):
+        find_model("runs/mine", None)
+    assert not caplog.records
+    assert find_model("runs/mine", "sft_warmup/3").checkpoint == warm_up
 
 
 @pytest.mark.parametrize(
@@ -88,7 +120,10 @@ def test_vllm_generates_in_the_type_of_the_run_unless_the_command_names_one(tmp_
 
 def test_a_run_in_its_warm_up_stands_for_the_warm_ups_newest(tmp_path):
     save(tmp_path / "checkpoints" / "sft_warmup", 7)
-    assert find_model(str(tmp_path), None).checkpoint == tmp_path / "checkpoints/sft_warmup/step-7"
+    for choice in (None, "7", "sft_warmup/7"):
+        assert find_model(str(tmp_path), choice).checkpoint == tmp_path / "checkpoints/sft_warmup/step-7"
+    with pytest.raises(EvaluationError, match=r"no training checkpoint of step 7; .*: sft_warmup/7$"):
+        find_model(str(tmp_path), "train/7")
 
 
 def test_a_run_without_a_checkpoint_names_its_model_if_there_is_one(tmp_path):
@@ -107,10 +142,10 @@ def test_what_is_no_run_is_a_model_and_has_no_checkpoints(run, tmp_path):
     assert find_model("model", None).path == str(tmp_path / "model")
     assert find_model("Qwen/Qwen3-0.6B", None).path == "Qwen/Qwen3-0.6B"
     with pytest.raises(ModelError, match="--checkpoint 1 needs the directory of a run"):
-        find_model("model", 1)
+        find_model("model", "1")
     with pytest.raises(ModelError, match=r"'runs/mien' is not a folder; did you mean runs/mine\?"):
         find_model("runs/mien", None)
-    with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint 4"):
+    with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint train/4"):
         find_model("runs/mine/checkpoints/train/step-4", None)
 
 
