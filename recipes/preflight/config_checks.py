@@ -209,7 +209,7 @@ def _check_algorithm(config: Config) -> None:
 def _check_reward(config: Config, *splits: Prompts) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes."""
     for split in splits:
-        check_reward_columns(config, split.column_names)
+        check_reward_columns(config, split.examples)
     is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
     if is_custom or config.placement.address is not None:  # ranks on another machine check its kernel
         return

@@ -173,6 +173,11 @@ def characters(examples: Iterable[Example]) -> str:
     return "".join(sorted(alphabet))
 
 
+def column_names(examples: Iterable[Example]) -> list[str]:
+    """Return the columns except prompt, answer and demonstration, including those that only some rows have."""
+    return list(dict.fromkeys(name for example in examples for name in example.columns))
+
+
 def check_length(example: Example, name: str, max_tokens: int, longest_token: int) -> None:
     """Raise if a prompt has so many characters that it must exceed `max_tokens` tokens.
 

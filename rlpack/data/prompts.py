@@ -17,6 +17,7 @@ from rlpack.data.examples import (
     Example,
     PromptDataset,
     check_length,
+    column_names,
     fewest_tokens,
     nothing_left_error,
     overlong_error,
@@ -57,7 +58,7 @@ class Prompts:
     @cached_property
     def column_names(self) -> list[str]:
         """The dataset's columns except prompt, answer and demonstration, including those that only some rows have."""
-        return list(dict.fromkeys(name for example in self.examples for name in example.columns))
+        return column_names(self.examples)
 
     @cached_property
     def _has_answers(self) -> bool:

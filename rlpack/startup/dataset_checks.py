@@ -4,9 +4,10 @@ Large files take long to read and datasets of the Hub to download, so these are 
 source once more.
 """
 
+import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -24,10 +25,12 @@ from rlpack.data.arithmetic import ALPHABET, ArithmeticTask
 from rlpack.data.datasets import TRAINING, SplitUse, check_hub, load_prompts, local_path
 from rlpack.data.examples import (
     SPECIAL_TOKENS,
+    Example,
     PromptDataset,
     characters,
     check_demonstration_length,
     check_length,
+    column_names,
     nothing_left_error,
     overlong_demonstration_error,
     overlong_error,
@@ -47,6 +50,7 @@ _MOST_BYTES, _MOST_FILES = 16 << 20, 100
 _LONGEST_TOKEN = 1024
 # Number of rows to generate here; all rows of the generator have the same columns.
 _FEW_ROWS = 8
+_LONGEST_SHOWN = 60
 
 
 def check_datasets(config: Config, *, is_job: bool = False) -> None:
@@ -58,7 +62,8 @@ def check_datasets(config: Config, *, is_job: bool = False) -> None:
             read, and users' reward functions are not imported.
 
     Raises:
-        DataError: a source can't be read, or a row is invalid; the message names it.
+        DataError: a source can't be read, a row is invalid, or a reward function reads a value that JSON can't hold;
+            the message names it.
         ConfigError: there are fewer rows than `trainer.prompts_per_step`, or `trainer.data_epochs` gives a number of
             steps that another key doesn't allow.
         RewardError: a function or the judge's template needs a column that a split doesn't have.
@@ -104,12 +109,12 @@ def check_held_out(config: Config, *, is_job: bool = False) -> None:
 
 def _check_split(config: Config, dataset: PromptDataset, *, is_job: bool) -> None:
     """Check the columns and the prompts of a split."""
-    names = dict.fromkeys(name for example in dataset for name in example.columns)
     if "reward" in started_roles(config):
-        check_reward_columns(config, names, is_job=is_job)
+        check_reward_columns(config, dataset.examples, dataset.name, is_job=is_job)
     if any(config.roles[name].target == JUDGE for name in started_roles(config)):
         from rlpack.rewards.judge_client import check_prompt_template
 
+        names = column_names(dataset)
         check_prompt_template(config.judge.prompt_template, ("uid", *answer_columns(config), *names))
     _check_prompts(config, dataset)
 
@@ -162,19 +167,24 @@ def check_stop_ids(config: Config, num_tokens: int) -> None:
         )
 
 
-def check_reward_columns(config: Config, columns: Iterable[str], *, is_job: bool = False) -> None:
+def check_reward_columns(
+    config: Config, examples: Sequence[Example], source: str = "the dataset", *, is_job: bool = False
+) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes.
 
     Modules of users are imported in a process with the run's sandbox, never in this one.
 
     Args:
         config: the configuration.
-        columns: the dataset's, except prompt, demonstration and the column `data.answer_column`.
+        examples: the rows of a split.
+        source: where they come from, for messages.
         is_job: whether the functions are read from their sources instead, as far as these tell.
 
     Raises:
         RewardError: a function can't be found, or can't be called with the columns and its arguments.
+        DataError: a function reads a column with a value that JSON can't hold.
     """
+    columns = column_names(examples)
     reward = config.reward
     functions = {f"reward.functions.{name}": (one.function, one.arguments) for name, one in reward.functions.items()}
     functions = functions or {"reward": (reward.function, reward.arguments)}
@@ -204,6 +214,29 @@ def check_reward_columns(config: Config, columns: Iterable[str], *, is_job: bool
                 f"{key}.arguments",
                 column_keys=_column_keys(config.data),
             )
+            read = signature.select_columns(("answer", *columns), arguments)
+            _check_values(config.data, examples, read, f"{key}.function={signature.name}", source)
+
+
+def _check_values(data: Data, examples: Sequence[Example], read: Sequence[str], function: str, source: str) -> None:
+    """Raise on a value, in the columns that a reward function reads, that JSON can't hold."""
+    has_answers = any(example.answer is not None for example in examples)
+    for example in examples:
+        for name in read:
+            is_answer = name == "answer" and has_answers  # a dataset's other column of this name isn't passed
+            value = example.answer if is_answer else example.columns.get(name)
+            if value is None or isinstance(value, str | int | float):
+                continue
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                column = data.answer_column if is_answer else name
+                way_out = "set data.answer_column to another" if is_answer else "leave the column out"
+                raise DataError(
+                    f"{source}: column {column!r} of prompt {example.uid!r} is {repr(value)[:_LONGEST_SHOWN]} "
+                    f"({type(value).__name__}), but {function} gets columns as JSON ({error}); store strings, "
+                    f"numbers, lists and objects of them there, or {way_out}"
+                ) from error
 
 
 def answer_columns(config: Config) -> tuple[str, ...]:

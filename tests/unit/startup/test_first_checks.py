@@ -2,7 +2,11 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import date
+from decimal import Decimal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlpack.batch.errors import DataError
@@ -90,6 +94,38 @@ def test_a_function_that_names_a_column_of_a_key_is_told_how_to_read_it(data, tm
     config = Config(data=data.model_copy(update=columns), reward=Reward(function=f"names_{parameter}:f"))
     with pytest.raises(RewardError, match=f"needs '{parameter}', which is {text}"):
         check_datasets(config)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        (
+            "label",
+            b"2",
+            r"column 'label' of prompt 'train-1' is b'2' \(bytes\), .*; .* set data.answer_column to another",
+        ),
+        ("label", {"value": Decimal(2)}, r"column 'label' of prompt 'train-1' is .* \(dict\), .* type Decimal"),
+        (
+            "made",
+            date(2026, 1, 2),
+            r"column 'made' of prompt 'train-1' is .* \(date\), .* or leave the column out",
+        ),
+    ],
+)
+def test_a_value_that_reward_functions_can_not_be_sent_is_named(data, tmp_path, monkeypatch, column, value, text):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "takes_all.py").write_text("def f(completion, **kwargs): return 1.0")
+    (tmp_path / "takes_none.py").write_text("def f(completion): return 1.0")
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": "1+1=", "label": None, "made": None}, {"prompt": "1+2=", "label": "3", "made": None}]
+    rows[1] |= {column: value}
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    data = Data(source=str(path), validation_source=str(path), answer_column="label")
+    config = Config(data=data, trainer=Trainer(prompts_per_step=2), reward=Reward(function="takes_none:f"))
+    check_datasets(config)
+    with pytest.raises(DataError, match=f"rows.parquet: {text}") as caught:
+        check_datasets(config.model_copy(update={"reward": Reward(function="takes_all:f")}))
+    assert "reward.function=takes_all:f" in str(caught.value)
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
