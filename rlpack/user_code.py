@@ -12,6 +12,7 @@ closed standard output or error is opened again.
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import NoReturn, TextIO
+from typing import ClassVar, NoReturn, TextIO
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,18 @@ exit_now = os._exit
 
 
 class Interrupted(KeyboardInterrupt):
-    """The KeyboardInterrupt of rlpack's signal handlers, and of a run that stops because of them."""
+    """The KeyboardInterrupt of rlpack's signal handlers, and of a run that stops because of them.
+
+    Attributes:
+        last: `time.monotonic()` of the last one in this process, minus infinity without any.
+    """
+
+    last: ClassVar[float] = -math.inf
+
+    def __init__(self, *args: object) -> None:
+        """Take the number of the signal, if one is to be passed on."""
+        super().__init__(*args)
+        Interrupted.last = time.monotonic()
 
 
 class UserCodeError(RuntimeError):
@@ -96,7 +108,8 @@ class UserCode:
         self._error = error
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Note the time, so that later interrupts are known."""
+        self._entered = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -107,7 +120,7 @@ class UserCode:
             UserCodeError: the code raised, for example, SystemExit.
         """
         _restore_streams()
-        if error is None or isinstance(error, Exception) or _is_interrupt(error):
+        if error is None or isinstance(error, Exception) or _is_interrupt(error, self._entered):
             return
         description = describe_exception(error)
         raise self._error(f"{self._what} raised {description}" if self._what else description) from error
@@ -249,13 +262,18 @@ def _import_deadline(name: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _is_interrupt(error: BaseException) -> bool:
+def _is_interrupt(error: BaseException, since: float) -> bool:
     """Return whether an exception comes from a signal rather than from user code.
 
-    Python's own handler raises a plain KeyboardInterrupt, in the main thread.
+    Python's own handler raises a plain KeyboardInterrupt, in the main thread. Ray's waits replace an `Interrupted` by a
+    plain one.
+
+    Args:
+        error: the exception.
+        since: `time.monotonic()` when the user code was called.
     """
     if isinstance(error, Interrupted):
         return True
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return Interrupted.last >= since or signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -196,6 +196,20 @@ def test_a_real_interrupt_passes():
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("as_command")
+def test_an_interrupt_that_a_wait_of_ray_replaces_passes():
+    def wait() -> None:
+        try:
+            raise Interrupted
+        except Interrupted:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(KeyboardInterrupt), UserCode("it"):
+        wait()
+    with pytest.raises(UserCodeError, match="it raised KeyboardInterrupt"), UserCode("it"):
+        raise KeyboardInterrupt  # of user code, after an earlier interrupt
+
+
 def test_a_keyboard_interrupt_of_a_thread_is_of_user_code():
     caught: list[Exception] = []
 
