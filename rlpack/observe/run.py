@@ -93,9 +93,11 @@ class Run:
         self._totals = totals
         self._times: dict[str, float] = {}
         self._pending_samples: list[Sample] = []
-        self._pending_plan: MicrobatchPlan | None = None
+        self._pending_plan: tuple[MicrobatchPlan, Sequence[int] | None] | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._finished = False
+        self._keeps_dir = False  # the directory has records or checkpoints of an earlier attempt
+        self._replaces_samples = False
         self._steps_without_signal: list[Mapping[str, float]] | None = []  # None once it is decided whether to warn
         self._log: RunLog | None = None
         self._own_log = ExitStack()
@@ -112,6 +114,8 @@ class Run:
     ) -> Self:
         """Create the run directory, write `config.yaml` and open the sinks.
 
+        Records of an earlier attempt without a checkpoint stay until the first `log` replaces them.
+
         Args:
             config: the whole configuration, which is stored with secrets hidden.
             run_dir: directory of the run; with `resume=auto` it may already contain one.
@@ -126,14 +130,18 @@ class Run:
         check_packages(config.logger)  # before the directory is created
         values = without_secrets(config.model_dump(mode="json"))
         open_run_dir(run_dir, values, resume=config.resume == "auto")
-        _truncate_samples(run_dir / SAMPLES, resume_at)
+        had_started = has_started(run_dir)
+        if resume_at is not None:
+            _truncate_samples(run_dir / SAMPLES, resume_at)
         try:
             sinks = open_sinks(config.logger, run_dir, values, resume_at)
         except BaseException:
-            remove_unstarted_run(run_dir)
+            if not had_started:
+                remove_unstarted_run(run_dir)
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
+        run._keeps_dir, run._replaces_samples = had_started, resume_at is None
         if resume_at is not None and resume_at.phase == "train" and resume_at.step > 0:
             run._steps_without_signal = None  # the run's first steps are in its records
         return run
@@ -198,12 +206,12 @@ class Run:
         self._console.show_samples(samples)
         self._pending_samples += samples
 
-    def record_plan(self, plan: MicrobatchPlan) -> None:
-        """Store a plan's inputs with the next `log`.
+    def record_plan(self, plan: MicrobatchPlan, responses: Sequence[int] | None = None) -> None:
+        """Store a plan's inputs, and the tokens generated in each of its rows, with the next `log`.
 
         The packing picture shows the last one stored.
         """
-        self._pending_plan = plan
+        self._pending_plan = (plan, responses)
 
     def note(self, message: str) -> None:
         """Print a message on the console."""
@@ -235,7 +243,7 @@ class Run:
         """Append an error's traceback to `run.log`, and report the error on the console of a command."""
         if self._log is None or not isinstance(error, Exception):
             return
-        if isinstance(error, RunTakenOverError) or not has_started(self.run_dir):
+        if isinstance(error, RunTakenOverError) or not self._has_started():
             self._log.stop()  # the directory belongs to another process, or is deleted
         self._log.record_failure(error)
 
@@ -292,14 +300,14 @@ class Run:
 
         A sink that can't be closed doesn't hide the error that ended the run.
 
-        A run that failed before its first record leaves no directory and no report. One whose directory was taken over
-        leaves the directory alone.
+        A run that failed before its first record leaves no directory and no report, unless the directory has records or
+        checkpoints of an earlier attempt. One whose directory was taken over leaves the directory alone.
         """
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
         self._record_failure(error)
-        failed_at_start = error is not None and not has_started(self.run_dir)
+        failed_at_start = error is not None and not self._has_started()
         try:
             if isinstance(error, RunTakenOverError):
                 self._close_sinks()
@@ -315,6 +323,10 @@ class Run:
         finally:
             self._own_log.close()
 
+    def _has_started(self) -> bool:
+        """Return whether this run, or an earlier attempt in its directory, has written a record or a checkpoint."""
+        return self._keeps_dir or has_started(self.run_dir)
+
     def _open_log(self) -> None:
         """Append what the process logs to `run.log`, starting with what a command has logged since its start."""
         self._log = current_log() or self._own_log.enter_context(attached_log("driver"))
@@ -325,12 +337,15 @@ class Run:
         self._log.record("INFO", f"rlpack {__version__}, process {os.getpid()} on {socket.gethostname()}")
 
     def _write_pending(self, step: int, phase: LogPhase) -> None:
-        """Write the samples and the plan recorded since the last `log`; only the report reads them."""
+        """Write the samples and the plan recorded since the last `log`."""
         plan, samples = self._pending_plan, self._pending_samples
         self._pending_plan, self._pending_samples = None, []
         try:
             if plan is not None:
-                PlanRecord.of(plan, step).write(self.run_dir / LENGTHS)
+                PlanRecord.of(plan[0], step, plan[1]).write(self.run_dir / LENGTHS)
+            if self._replaces_samples:
+                (self.run_dir / SAMPLES).unlink(missing_ok=True)
+                self._replaces_samples = False
             if samples:
                 # ASCII, because lone surrogates in a model's text can't be encoded as UTF-8.
                 position = {"step": step, "phase": phase}
@@ -358,10 +373,10 @@ class Run:
             discard(STANDARD_ERROR)
 
 
-def _truncate_samples(path: Path, point: ResumePoint | None) -> None:
-    """Delete the stored rollouts after the resume point; all of them without one."""
+def _truncate_samples(path: Path, point: ResumePoint) -> None:
+    """Delete the stored rollouts after the resume point."""
     defaults = {"step": 0, "phase": "train"}  # for lines that lack them
-    retained = [sample for sample in read_samples(path) if point is not None and point.covers(defaults | sample)]
+    retained = [sample for sample in read_samples(path) if point.covers(defaults | sample)]
     if path.exists():
         # Replaced atomically: a crash leaves the old file intact.
         staging = path.with_name(path.name + ".tmp")

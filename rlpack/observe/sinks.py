@@ -163,21 +163,27 @@ class JsonlSink:
         """Open the file.
 
         Args:
-            path: the file; emptied unless `resume` is given.
+            path: the file; unless `resume` is given, the first record replaces its content.
             resume: keep the records up to this point, and delete the rest.
         """
-        retained = [entry for entry in _read_lines(path) if resume is not None and resume.covers(entry[1])]
-        self._started = time.monotonic() - max((record["time_s"] for _, record in retained), default=0.0)
-        # Replaced atomically: a crash leaves the old file intact.
-        staging = path.with_name(path.name + ".tmp")
-        staging.write_text("".join(line.rstrip("\n") + "\n" for line, _ in retained), encoding="utf-8")
-        os.replace(staging, path)
+        self._replaces_content = resume is None
+        self._started = time.monotonic()
+        if resume is not None:
+            retained = [entry for entry in _read_lines(path) if resume.covers(entry[1])]
+            self._started -= max((record["time_s"] for _, record in retained), default=0.0)
+            # Replaced atomically: a crash leaves the old file intact.
+            staging = path.with_name(path.name + ".tmp")
+            staging.write_text("".join(line.rstrip("\n") + "\n" for line, _ in retained), encoding="utf-8")
+            os.replace(staging, path)
         self._stream: TextIO = path.open("a", encoding="utf-8")
 
     def log(self, step: int, phase: LogPhase, metrics: Mapping[str, float]) -> None:
         """Append one record; once this returns, it survives a crash of the process."""
         check_names(metrics)
         seconds = round(time.monotonic() - self._started, 3)
+        if self._replaces_content:  # only now: if the run fails at startup, an earlier one's records stay
+            self._replaces_content = False
+            self._stream.truncate(0)
         self._stream.write(_line({"step": step, "phase": phase, "time_s": seconds, **metrics}))
         self._stream.flush()
 

@@ -203,6 +203,45 @@ def test_a_run_that_failed_before_its_first_record_leaves_its_directory_free_and
     assert screen.getvalue() == ""
 
 
+@pytest.mark.parametrize("stage", ["sinks", "roles"])
+def test_a_run_that_starts_over_and_fails_before_its_first_record_leaves_the_earlier_files(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path) as run:
+        run.log_samples([Sample("p", "c")])
+        run.log(1, {"reward/mean": 0.1})
+        run.note("the first attempt")
+    names = ("metrics.jsonl", "samples.jsonl")
+    before = {name: (tmp_path / name).read_text() for name in names}
+
+    def fail() -> None:
+        if stage == "sinks":
+            monkeypatch.setattr("rlpack.observe.run.open_sinks", lambda *arguments: signal.raise_signal(signal.SIGINT))
+        with start(tmp_path, Config(resume="auto")) as run:
+            run.note("starting the roles")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert {name: (tmp_path / name).read_text() for name in names} == before
+    assert (tmp_path / "config.yaml").exists()
+    assert "the first attempt" in (tmp_path / "run.log").read_text()
+
+
+def test_a_run_that_starts_over_replaces_the_earlier_records_with_its_first_one(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        for step in (1, 2):
+            run.log_samples([Sample("p", f"c{step}")])
+            run.log(step, {"reward/mean": 0.1})
+    with start(tmp_path, Config(resume="auto")) as run:
+        run.log(1, {"reward/mean": 0.2})
+        assert not (tmp_path / "samples.jsonl").exists()
+        run.log_samples([Sample("p", "new")])
+        run.log(2, {"reward/mean": 0.3})
+    assert [record["reward/mean"] for record in read_records(tmp_path / "metrics.jsonl")] == [0.2, 0.3]
+    assert [json.loads(line)["completion"] for line in (tmp_path / "samples.jsonl").open()] == ["new"]
+
+
 def test_a_run_that_failed_after_its_first_record_keeps_its_directory(tmp_path: Path) -> None:
     def fail() -> None:
         with start(tmp_path / "run") as run:

@@ -83,11 +83,16 @@ def test_time_goes_on_where_the_kept_records_end(tmp_path: Path) -> None:
     assert 100.0 <= lines(path)[-1]["time_s"] < 160.0
 
 
-def test_a_new_run_empties_the_file(tmp_path: Path) -> None:
+def test_the_first_record_of_a_new_run_replaces_earlier_ones(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     filled(path)
-    JsonlSink(path).close()
-    assert path.read_text() == ""
+    earlier = path.read_text()
+    sink = JsonlSink(path)
+    assert path.read_text() == earlier
+    for step in (1, 2):
+        sink.log(step, "train", {})
+    sink.close()
+    assert [(record["phase"], record["step"]) for record in lines(path)] == [("train", 1), ("train", 2)]
 
 
 @settings(max_examples=30, deadline=None)
