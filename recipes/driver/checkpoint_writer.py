@@ -53,6 +53,19 @@ class _InFlight:
     commit: BackgroundCall[Any] | None = None
 
 
+def _role_folder(staging: Staging, role: str) -> str:
+    """Create the folder that a role's ranks write into, and return its path: ranks that create it would race."""
+    folder = staging.path / role
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder of role {role}, {folder}, can't be created: {error}; check the disk and the permissions of "
+            "run_dir"
+        ) from error
+    return str(folder)
+
+
 class CheckpointWriter:
     """Writes checkpoints, at most one at a time."""
 
@@ -85,7 +98,7 @@ class CheckpointWriter:
         self.finish()
         with new_checkpoint(root, step, keep=self._keep) as staging:
             for name, group in groups.items():
-                group.run(Trainable.save, str(staging.path / name))
+                group.run(Trainable.save, _role_folder(staging, name))
             if write is not None:
                 write(staging.path)
             staging.commit(state, keep=self._keep)
@@ -98,7 +111,7 @@ class CheckpointWriter:
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step, keep=self._keep))
             for name, group in groups.items():
-                group.run(Trainable.start_save, str(staging.path / name), self._timeout_s)
+                group.run(Trainable.start_save, _role_folder(staging, name), self._timeout_s)
             if write is not None:
                 write(staging.path)
             self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)

@@ -30,11 +30,15 @@ class Trainable(ABC):
     @broadcast
     @abstractmethod
     def save(self, folder: str) -> None:
-        """Write this rank's part of weights and optimizer state into `folder`, which is new."""
+        """Write this rank's part of weights and optimizer state into `folder`.
+
+        Args:
+            folder: an existing, empty folder, which all ranks share: each rank needs file names that no other uses.
+        """
 
     @broadcast
     def start_save(self, folder: str, timeout_s: float) -> None:
-        """Start to write this rank's part of the state into `folder`, which is new; by default call `save`.
+        """Start to write this rank's part of the state into `folder`; by default call `save`.
 
         Training may change the state as soon as this returns. `finish_save` follows before the next save.
 

@@ -36,7 +36,6 @@ class Role:
 
     def start_save(self, folder: str, timeout_s: float) -> None:
         self.folder, self.is_done = Path(folder), False
-        self.folder.mkdir()
 
     def save_is_done(self) -> bool:
         return self.is_done
@@ -69,6 +68,21 @@ def test_a_checkpoint_is_committed_once_all_have_written_with_the_state_of_its_s
     assert load_state(tmp_path / "step-2")["of"] == 2
     writer.advance()
     writer.finish()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_every_role_writes_into_an_empty_folder_of_its_name(tmp_path: Path, background: bool):
+    class Listing(Role):
+        """Lists the folder that it is given, as each of its ranks may."""
+
+        def start_save(self, folder: str, timeout_s: float) -> None:
+            super().start_save(folder, timeout_s)
+            assert list(self.folder.iterdir()) == []
+
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Listing()
+    written(writer, tmp_path, role, 1, background=background)
+    writer.finish()
+    assert (tmp_path / "step-1" / "actor" / "weights").is_file()
 
 
 def test_the_next_checkpoint_waits_for_the_one_in_flight(tmp_path: Path):

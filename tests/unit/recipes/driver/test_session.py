@@ -246,7 +246,7 @@ def test_an_evaluation_that_fails_leaves_the_checkpoint_that_is_written_in_the_b
     session = session_of(tmp_path, evaluation=Evaluation(every=1), checkpoint=Checkpoint(every=2, asynchronous=True))
 
     def write(folder: str, *_: float) -> None:
-        Path(folder).mkdir()
+        (Path(folder) / "weights").touch()
 
     set_group(session, "actor", start_save=write, save_is_done=True, finish_save=None)
 
