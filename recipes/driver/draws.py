@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
@@ -23,7 +24,8 @@ class Batch(NamedTuple):
 
     Attributes:
         rollouts: the rollout batch.
-        score: waits for the rewards of `rollouts`, and adds them; call it once.
+        score: waits for the rewards of `rollouts`, and adds them as `rewards` f32 [B] and `valid` bool [B], which is
+            False for rows to leave out; it keeps all rows, in their order. Call it once.
     """
 
     rollouts: BatchedDataDict
@@ -38,21 +40,59 @@ DrawGroups = Callable[[Session, StepContext, Callable[[Batch], None]], None]
 def check_drawn(drawn: Any, draw: Callable) -> Batch:
     """Return the result of a recipe's draw as a `Batch`; a tuple (rollouts, score) is accepted, too.
 
+    Its `score` checks its result, see `scored_rows`.
+
     Raises:
         TypeError: it is something else; the message names the function.
     """
     if isinstance(drawn, tuple) and len(drawn) == 2 and isinstance(drawn[0], BatchedDataDict) and callable(drawn[1]):
-        return Batch(*drawn)
+        rollouts, score = drawn
+        return Batch(rollouts, score if score is as_scored else partial(scored_rows, score))
     what = type(drawn).__name__
     if isinstance(drawn, tuple):
         what = f"({', '.join(type(value).__name__ for value in drawn)})"
-    while isinstance(draw, partial):
-        draw = draw.func
-    name = f"{draw.__qualname__} of {draw.__module__}" if isinstance(draw, FunctionType) else repr(draw)
     raise TypeError(
-        f"{name} returned {what}; return Batch(rollouts, score), with a BatchedDataDict and a function that adds "
-        "rewards to it"
+        f"{_name_of(draw)} returned {what}; return Batch(rollouts, score), with a BatchedDataDict and a function that "
+        "adds rewards to it"
     )
+
+
+def scored_rows(score: Score, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Return what a recipe's `score` returns for rollouts: the same rows in the same order, with rewards.
+
+    Later stages use the plan of `rollouts`, which doesn't fit other rows or another order.
+
+    Raises:
+        TypeError: it is something else; the message names the function.
+        DataError: rows are missing or in another order, or there is no column `rewards` or `valid`.
+    """
+    scored: Any = score(step, rollouts)
+    if score is as_scored:  # a recipe that computes its own advantages may have no rewards
+        return scored
+    if not isinstance(scored, BatchedDataDict):
+        raise TypeError(_score_problem(score, "None" if scored is None else f"a {type(scored).__name__}"))
+    if scored.num_rows != rollouts.num_rows:
+        raise DataError(_score_problem(score, f"{scored.num_rows} of {rollouts.num_rows} rows"))
+    if not np.array_equal(scored.row_ids, rollouts.row_ids):
+        raise DataError(_score_problem(score, "rows with other ids or in another order"))
+    if missing := [name for name in ("rewards", "valid") if name not in scored]:
+        raise DataError(_score_problem(score, f"no column {', '.join(missing)}"))
+    return scored
+
+
+def _score_problem(score: Score, what: str) -> str:
+    return (
+        f"{_name_of(score)} returned {what}; return all rows of the batch that it gets, in the same order, with the "
+        "columns rewards and valid, and set valid=False to leave one out"
+    )
+
+
+def _name_of(function: Callable) -> str:
+    """Return the name and the module of a function, or of the one in a partial."""
+    while isinstance(function, partial):
+        function = function.func
+    is_function = isinstance(function, FunctionType)
+    return f"{function.__qualname__} of {function.__module__}" if is_function else repr(function)
 
 
 def check_late_draw(draw: Draw, by_group: DrawGroups) -> None:

@@ -18,7 +18,7 @@ from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.distributed.results import placeholder_rows
-from rlpack.recipes.driver.draws import Batch
+from rlpack.recipes.driver.draws import Batch, scored_rows
 from rlpack.recipes.driver.step_context import StepContext
 
 # Scoring metrics that are counts, and therefore add up over parts.
@@ -128,7 +128,7 @@ class GroupsByEnd:
     def _score(self, part: Batch) -> None:
         """Make groups available once they are scored."""
         own = StepContext(self._context.number, self._context.progress, lease=self._context.lease)
-        score = partial(part.score, own, part.rollouts)
+        score = partial(scored_rows, part.score, own, part.rollouts)
         try:
             scored = self._context.lease.run(score)
         except BaseException as error:  # noqa: BLE001 - `all_scored` raises it

@@ -290,7 +290,8 @@ def groups_by_end(folder: Path) -> GroupsByEnd:
 
 
 def one_group(number: int) -> BatchedDataDict:
-    return BatchedDataDict({"group_ids": torch.tensor([number])}, row_ids=[number])
+    columns = {"group_ids": torch.tensor([number]), "rewards": torch.ones(1), "valid": torch.tensor([True])}
+    return BatchedDataDict(columns, row_ids=[number])
 
 
 def test_whoever_has_the_last_group_has_its_counts(tmp_path: Path):
