@@ -190,7 +190,7 @@ def add_loss_weights(
         step.metrics["reference/kl_coef"] = session.kl_coef
     if "kl_sum" in rollouts:
         _record_kl(step, rollouts, rollouts)
-    step.report_plan(plan, keep=True)
+    step.report_plan(plan, keep=True, responses=rollouts["response_lengths"])
     scale = importance_scale(rollouts, session.config.algorithm.correction)
     return rollouts.union(_weights(session, rollouts, plan) | scale)
 

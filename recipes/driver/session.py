@@ -305,7 +305,7 @@ class Session:
         self.progress = step.progress
         self.evaluations.is_due = step.number % self.config.evaluation.every == 0 or step.number == total
         if step.plan is not None:
-            self.run.record_plan(step.plan)
+            self.run.record_plan(step.plan, step.responses)
         self._log(step, self.progress.phase)
         self.gradients.check(step)
         if self.ahead is not None:

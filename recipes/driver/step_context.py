@@ -68,6 +68,7 @@ class StepContext:
         metrics: the step's metrics so far.
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
+        responses: tokens that were generated in each of the plan's rows; None without generation.
         pending_kl: the call of `ActorWorker.kl_sums` whose result only metrics need, until they are recorded.
         versions: policy versions of a batch's tokens, int32 [T], -1 for those of prompts; None if they aren't read yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
@@ -82,6 +83,7 @@ class StepContext:
     metrics: dict[str, float] = field(default_factory=dict)
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
+    responses: list[int] | None = None
     pending_kl: Pending[BatchedDataDict] | None = None
     versions: Tensor | None = None
     lag: int = 0
@@ -141,9 +143,15 @@ class StepContext:
             logged = name.replace("actor/", "sft_warmup/") if self.progress.phase == "sft_warmup" else name
             self.metrics[logged] = float(reduce(values))
 
-    def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False) -> None:
-        """Record the metrics of a plan of the actor, and its ranks' tokens; `keep` it for the packing picture."""
+    def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False, responses: Tensor | None = None) -> None:
+        """Record the metrics of a plan of the actor, and its ranks' tokens.
+
+        Args:
+            plan: the plan.
+            keep: store it for the packing picture, and for `rlpack plan` and `rlpack simulate`.
+            responses: tokens that were generated in each row, int64 [B], stored with it; None without generation.
+        """
         self.metrics |= sequence_length_metrics(plan)
         self.metrics |= {f"packing/{name}": value for name, value in plan.metrics.as_dict().items()}
         if keep:
-            self.plan = plan
+            self.plan, self.responses = plan, None if responses is None else responses.tolist()

@@ -14,6 +14,7 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.plan_from_run import read_record
 from rlpack.cli.scoring_time import overlap
 from rlpack.cli.token_time import TokenTime, token_time
+from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import METRICS, read_config
 from rlpack.observe.sinks import read_records
 from rlpack.packing.analysis.running_ahead import Rates, generation_over_longest, with_mean
@@ -37,6 +38,7 @@ class RunRates(NamedTuple):
         train_ranks: the ranks that trained; None if the rates are not those of a run.
         most_responses: most responses that an engine generated at a time; None if the time of a token is not measured.
         hides_scoring: some of the time of scoring is not measured, because it overlapped other work.
+        has_exact_lengths: the lengths are those of responses, and not derived from rows with prompts.
     """
 
     lengths: np.ndarray
@@ -44,6 +46,7 @@ class RunRates(NamedTuple):
     train_ranks: int | None = None
     most_responses: int | None = None
     hides_scoring: bool = False
+    has_exact_lengths: bool = True
 
 
 def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
@@ -73,7 +76,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         ),
     )
     mean = float(np.average([one["rollout/response_tokens_mean"] for one in steps], weights=counts))
-    responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
+    responses = _response_lengths(record, prompt, mean, max(one.get("rollout/response_tokens_max", 0) for one in taken))
     slots, engines = _slots_and_engines(config, rows)
     train_ranks = _ranks_of(config, "actor") or record.num_ranks
     phases = _phases(run_dir, steps)
@@ -86,7 +89,8 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         score_s=phases.score_s,
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
     )
-    run_rates = RunRates(responses, rates, train_ranks, hides_scoring=phases.hides_scoring)
+    is_exact = record.responses is not None
+    run_rates = RunRates(responses, rates, train_ranks, None, phases.hides_scoring, is_exact)
     if token_s is not None:
         return run_rates._replace(rates=replace(rates, token_s=token_s))
     if _is_in_flight(config):
@@ -95,6 +99,24 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         measured_time = _token_time_of_batches(run_dir, config, steps, responses, rates, engines)
     rates = replace(rates, token_s=measured_time.alone_s, token_s_per_response=measured_time.per_response_s)
     return run_rates._replace(rates=rates, most_responses=measured_time.most_responses)
+
+
+def _response_lengths(record: PlanRecord, prompt: float, mean: float, longest: float) -> np.ndarray:
+    """Return response lengths with the mean of the run, int64 [N].
+
+    A record without response lengths gives approximate ones: those of its rows less one length for all prompts.
+
+    Args:
+        record: the lengths of a step.
+        prompt: tokens of a prompt.
+        mean: mean tokens of the run's responses.
+        longest: tokens of its longest response.
+    """
+    if record.responses is None:
+        lengths = np.minimum(np.asarray(record.lengths, dtype=np.int64) - round(prompt), round(longest))
+    else:
+        lengths = np.asarray(record.responses, dtype=np.int64)
+    return np.minimum(with_mean(np.maximum(1, lengths), mean), max(1, round(longest)))
 
 
 class _Phases(NamedTuple):

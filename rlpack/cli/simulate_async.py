@@ -16,6 +16,7 @@ from rlpack.cli.rates_of_run import RunRates, gpus_per_rank, late_window, measur
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
+from rlpack.observe.run_dir import LENGTHS
 from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
 from rlpack.packing.analysis.traces import MAX_ROWS, TRACES, trace
 from rlpack.packing.errors import PackingError
@@ -183,6 +184,11 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
             f"tokens/s a rank were measured on {counted(measured_rates.train_ranks, 'training rank')}, and are assumed "
             f"to be the same on {setup.train_ranks}; ranks that share cores or a network may be slower or faster, "
             "so compare with a short run of the setup"
+        )
+    if not measured_rates.has_exact_lengths:
+        yield (
+            f"response lengths are approximate, because {LENGTHS} of the run has only those of rows with their prompts; "
+            "this version of rlpack stores those of responses, too, so a newer run gives them"
         )
     if measured_rates.hides_scoring and given.score_s is None:
         yield (

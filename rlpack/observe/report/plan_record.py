@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +39,7 @@ class PlanRecord:
         groups: group of each row, if rows of a group stay together or share their prompts.
         prefixes: tokens of these prompts, if rows share them.
         whole_groups: whether a group is never divided.
+        responses: tokens that were generated in each row; None without generation, and in older records.
     """
 
     step: int
@@ -50,10 +52,17 @@ class PlanRecord:
     groups: tuple[int, ...] | None = None
     prefixes: tuple[int, ...] | None = None
     whole_groups: bool = False
+    responses: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
-        """Return the inputs of a plan."""
+    def of(cls, plan: MicrobatchPlan, step: int = 0, responses: Sequence[int] | None = None) -> Self:
+        """Return the inputs of a plan.
+
+        Args:
+            plan: the plan.
+            step: the step of the run.
+            responses: tokens that were generated in each row, in arrival order; None without generation.
+        """
         asked = plan.request
         groups = asked.groups if asked.prompts is None else asked.prompts
         of_rows = [None if each is None else tuple(each.tolist()) for each in (groups, asked.prefixes)]
@@ -67,6 +76,7 @@ class PlanRecord:
             asked.seed,
             *of_rows,
             whole_groups=groups is not None and not asked.split_groups,
+            responses=None if responses is None else tuple(responses),
         )
 
     @classmethod
@@ -111,6 +121,7 @@ class PlanRecord:
             groups=_optional(values, "groups"),
             prefixes=_optional(values, "prefixes"),
             whole_groups=bool(values.get("whole_groups", False)),
+            responses=_responses(values, lengths),
         )
 
     def write(self, path: Path) -> None:
@@ -148,6 +159,23 @@ class PlanRecord:
 def _optional(values: dict[str, Any], name: str) -> tuple[int, ...] | None:
     """Return one whole number per row; None if there are none."""
     return None if values.get(name) is None else tuple(check_integers(values[name], name).tolist())
+
+
+def _responses(values: dict[str, Any], lengths: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the response length of each row; None if there are none.
+
+    Raises:
+        ValueError: they are not one per row, or longer than it.
+    """
+    responses = _optional(values, "responses")
+    if responses is None:
+        return None
+    if len(responses) != len(lengths):
+        raise ValueError(f"responses has {len(responses)} entries for {len(lengths)} lengths")
+    for row, (response, length) in enumerate(zip(responses, lengths, strict=True)):
+        if not 0 <= response <= length:
+            raise ValueError(f"the response of row {row} has {response} tokens, and the row {length}")
+    return responses
 
 
 def read_plan(path: Path) -> PlanRecord | None:

@@ -213,16 +213,21 @@ def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarr
 
     A single batch of few responses may have more or fewer long ones than the run as a whole. Each length is weighted by
     an exponential of itself: of all distributions with this mean, the result is the closest to the original in KL
-    divergence. Lengths are returned unchanged if the mean is outside their range.
+    divergence. If the mean is outside their range, which no weights can change, lengths are scaled to it instead.
 
     Args:
         lengths: int64 [n].
         mean: the mean of the run.
         size: number of lengths to return.
+
+    Returns:
+        Lengths of at least 1 in ascending order, int64 [size].
     """
     values = np.sort(lengths).astype(np.float64)
     if not values[0] < mean < values[-1]:
-        return lengths
+        scaled = values[np.arange(size) * values.size // size] * (mean / values.mean())
+        # Differences of rounded sums keep the mean, which rounding each length would shift.
+        return np.maximum(1, np.diff(np.rint(np.cumsum(scaled)), prepend=0)).astype(np.int64)
     centered = (values - mean) / (values[-1] - values[0])
     low, high, weights = -200.0, 200.0, np.ones_like(values)
     for _ in range(100):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlpack.cli.main import main
+from rlpack.cli.rates_of_run import measured
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import CONFIG, LENGTHS, METRICS
 from rlpack.packing import Batching
@@ -440,6 +441,29 @@ def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its
     # 240 tokens in 1.8 s. Two slots take 80 to 160 tokens' time, so a token takes 20 to 40 ms instead of 3.2 s / 80.
     assert "training 133 tokens/s a rank" in said
     assert 20 < float(re.search(r"([\d.]+) ms a token", said)[1]) < 40
+
+
+def run_of_long_prompts(folder: Path, responses: tuple[int, ...] | None) -> None:
+    """Write a run with prompts of 5, 5, 60 and 90 tokens and responses of 8, 8, 6 and 4, of which one was cut."""
+    PlanRecord(5, (13, 13, 66, 94), Batching(max_tokens=128), num_ranks=1, responses=responses).write(folder / LENGTHS)
+    step = {"phase": "train", "time_s": 1.0, "time/step_s": 5.0, "time/generate_s": 3.2, "time/sync_s": 0.0}
+    step |= {"rollout/response_tokens_mean": 6.5, "rollout/response_tokens_max": 8.0, "packing/real_tokens": 186.0}
+    (folder / METRICS).write_text("".join(json.dumps(step | {"step": number}) + "\n" for number in range(1, 6)))
+
+
+@pytest.mark.parametrize("responses", [(8, 8, 6, 4), None])
+def test_responses_of_a_run_are_not_longer_for_long_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: tuple[int, ...] | None
+):
+    run_of_long_prompts(tmp_path, responses)
+    assert simulate(str(tmp_path), "--ranks", "2") == 0
+    out = capsys.readouterr().out
+    assert re.match(r"responses of [67] tokens on average, 8 at most; ", out)
+    note = "response lengths are approximate, because packing.json of the run has only those of rows with their prompts"
+    assert (note in out) == (responses is None)
+    lengths = measured(tmp_path).lengths
+    assert lengths.mean() == pytest.approx(6.5, rel=0.01)
+    assert set(lengths) == ({1, 8} if responses is None else {4, 6, 8})
 
 
 @pytest.mark.parametrize(

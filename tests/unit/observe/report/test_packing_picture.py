@@ -113,15 +113,22 @@ def test_a_sequence_has_one_color_and_its_neighbors_another() -> None:
 @pytest.mark.parametrize("cost", [None, Cost(0.0, 1.0)])
 def test_a_plan_record_survives_the_file_and_makes_the_same_plan(tmp_path: Path, cost: Cost | None) -> None:
     made = make_plan([10, 20, 30, 40, 50], Batching(max_tokens=128), dp_size=2, mini_batch_size=3, cost=cost)
-    record = PlanRecord.of(made, step=7)
+    record = PlanRecord.of(made, step=7, responses=[5, 6, 7, 8, 9])
     record.write(tmp_path / "packing.json")
     assert PlanRecord.read(tmp_path / "packing.json") == record
-    assert record.step == 7
+    assert (record.step, record.responses) == (7, (5, 6, 7, 8, 9))
     assert np.array_equal(record.plan().order, made.order)
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"lengths": ["x"]}', '{"step": 1, "lengths": [1], "batching": {"mode": 3}}']
+    "content",
+    [
+        *("", "[]", "{}", '{"lengths": ["x"]}', '{"step": 1, "lengths": [1], "batching": {"mode": 3}}'),
+        *(
+            '{"step": 1, "lengths": [3], "batching": {}, "num_ranks": 1, "mini_batch_size": null, "responses": %s}' % each
+            for each in ("[1, 2]", "[4]", "[-1]")
+        ),
+    ],
 )
 def test_a_broken_plan_record_is_skipped_with_a_warning(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture

@@ -103,8 +103,16 @@ def test_lengths_get_the_mean_of_a_run_and_keep_their_range():
     found = with_mean(lengths, 110.0)
     assert found.mean() == pytest.approx(110.0, rel=0.01)
     assert set(found) == {10, 20, 30, 450}
-    assert (with_mean(lengths, 600.0) == lengths).all()
     assert (with_mean(np.array([7, 7]), 7.0) == 7).all()
+
+
+@pytest.mark.parametrize(("lengths", "mean"), [([450, 10, 20, 30, 450], 600.0), ([8, 8], 6.5), ([90, 100], 1.25)])
+def test_lengths_whose_range_excludes_the_mean_are_scaled(lengths, mean):
+    found = with_mean(np.array(lengths), mean)
+    assert found.dtype == np.int64
+    assert found.mean() == pytest.approx(mean, rel=0.01)
+    assert found.min() >= 1
+    assert found.max() == pytest.approx(max(lengths) * mean / np.mean(lengths), abs=1)
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5])

@@ -295,6 +295,7 @@ def test_the_divergence_over_valid_rows_is_reported_whether_the_rewards_need_it_
     rollouts = collect_reference_logprobs(session, step, rollouts.union(columns), plan, pending)
     rollouts = compute_advantages(session, step, rollouts.union(scored), plan)
     update_actor(session, step, rollouts, plan)
+    assert step.responses == [4, 6, 8]
     assert sorted(actor.called) == ["kl_sums", "train_step"]
     assert ("kl_sum" in rollouts) == (placement == "reward")
     assert step.metrics["reference/kl"] == pytest.approx(1.5)
