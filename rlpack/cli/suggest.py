@@ -21,7 +21,9 @@ def is_for_config(arguments: Sequence[str]) -> bool:
         return False
     previous = ""
     for word in arguments:
-        if not word.startswith(("-", "~")) and previous not in (*_NUMBERS, *_CONFIGS) and "=" not in word:
+        is_value = word.startswith(("-", "~")) or previous in (*_NUMBERS, *_CONFIGS)
+        # The path of a run may contain "=", too.
+        if not is_value and ("=" not in word or os.path.exists(word)):
             return False
         previous = word
     return True

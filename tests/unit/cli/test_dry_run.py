@@ -90,6 +90,13 @@ def test_suggestions_are_for_a_configuration_unless_lengths_are_given(words: lis
     assert is_for_config(words) is expected
 
 
+def test_lengths_whose_path_has_an_equals_sign_are_no_override(tmp_path: Path):
+    folder = tmp_path / "run p" / "lr=0.1"
+    assert is_for_config([str(folder), "--suggest"])
+    folder.mkdir(parents=True)
+    assert not is_for_config([str(folder), "--suggest"])
+
+
 def test_an_option_for_lengths_has_no_effect_on_a_configuration(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--suggest", "recipe=sft", "--picture=x.png"]) == 2
     assert "--picture has no effect" in capsys.readouterr().err
