@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from rlpack.cli.dry_run import estimate, split_options
 from rlpack.cli.environment import check_code, check_environment
 from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
+from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.cli.supervise import begin_attempt, supervise
 from rlpack.cli.user_modules import import_from_working_directory
@@ -93,7 +95,7 @@ def train(arguments: list[str]) -> int:
     try:
         import_from_working_directory()
         is_dry, memory_gb, arguments = split_options(arguments)
-        jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
+        jobs = with_run_dirs(_without_a_trace(arguments) if is_dry else compose_jobs(arguments), datetime.now())
         for job in jobs:
             # Optional packages and secrets are needed only where the run starts.
             (check_code if is_dry else check_environment)(job.config, os.environ)
@@ -123,6 +125,12 @@ def _run_jobs(jobs: Sequence[Job]) -> int:
             if code := run(job.config):
                 return code
     return 0
+
+
+def _without_a_trace(arguments: list[str]) -> list[Job]:
+    """Compose jobs that don't run: Hydra would create the directory of a sweep and those of its jobs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compose_jobs([*arguments, f"hydra.sweep.dir={hydra_text(folder)}"])
 
 
 def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:

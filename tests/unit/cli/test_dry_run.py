@@ -70,6 +70,7 @@ def test_jobs_of_a_sweep_are_estimated_one_after_another(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert re.search(r"^job 1 of 2 \(.*batching.max_tokens=256", shown, re.MULTILINE)
     assert shown.count("it fits") == 2
+    assert not list(Path().iterdir()), "a dry run writes nothing"
 
 
 @pytest.mark.parametrize(
