@@ -6,6 +6,7 @@ A reader yields each row with its place (`file:line`, or `name, row k`), which e
 import importlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -181,6 +182,25 @@ def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any])
         yield f"{source}, row {number}", dict(zip(columns, values, strict=True))
 
 
+class _RepeatedKeyError(ValueError):
+    """A JSON object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; `json.loads` would silently keep the last of several values of a key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _RepeatedKeyError(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _jsonl(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSONL file; a byte-order mark, CRLF and blank lines are accepted."""
     for number, line in enumerate(_lines(path), start=1):
@@ -192,7 +212,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
         if not text:
             continue
         try:
-            row = json.loads(text)
+            row = _DECODER.decode(text)
+        except _RepeatedKeyError as error:
+            raise DataError(f"{place} has the key {error.key!r} twice; rename or remove one") from error
         except (ValueError, RecursionError) as error:  # ValueError: a number with more digits than Python parses
             where: Any = error
             if isinstance(error, json.JSONDecodeError):  # leave out its line number, which is always 1
@@ -219,6 +241,10 @@ def _parquet(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            for name in names:
+                if (count := names.count(name)) > 1:
+                    raise DataError(f"{path} has {count} columns {name!r}; rename one")
             number = 0
             for batch in file.iter_batches():
                 batch.validate(full=True)  # text that is not UTF-8

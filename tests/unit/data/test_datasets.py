@@ -155,6 +155,11 @@ def test_a_bad_row_is_one_error_with_file_and_line(tmp_path, case):
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "a",', r":2 is not JSON: [^:]* at column \d+; it begins"),
         (b'{"prompt": "\xff"}', ":1 is not UTF-8"),
         ("[" * 100_000, ":1 is not JSON"),
+        (
+            '{"prompt": "a", "answer": "1", "answer": "2"}',
+            r"rows\.jsonl:1 has the key 'answer' twice; rename or remove",
+        ),
+        ('{"prompt": "a", "answer": "1", "x": [{"k": 1, "k": 1}]}', r"rows\.jsonl:1 has the key 'k' twice"),
         ('{"prompt": "a", "answer": "b"}\n{"prompt": ' + "1" * 5000 + "}", r"rows\.jsonl:2 is not JSON: .*digits"),
     ],
 )
@@ -247,6 +252,13 @@ def test_a_date_of_a_parquet_file_that_python_does_not_have_is_named(tmp_path, v
     table = pa.table({**{name: [text] for name, text in GOOD.items()}, "made": pa.array([value], kind)})
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet: column 'made' has a value that Python can't hold"):
+        load(str(tmp_path / "rows.parquet"))
+
+
+def test_a_column_that_a_parquet_file_has_twice_is_named(tmp_path):
+    table = pa.Table.from_arrays([pa.array([text]) for text in "a12"], names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet has 2 columns 'answer'; rename one"):
         load(str(tmp_path / "rows.parquet"))
 
 
