@@ -17,8 +17,9 @@ batch before an earlier one (`rlpack.recipes.driver.engine_slots`).
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
 1. `take` at step b starts all batches up to b + lead that were not started, in order, and returns batch b; `publish`
-   starts those that had no room before (5.). Nothing else starts a batch. Each is started once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
-   replaced or dropped. `end` declares that no further step takes a batch: after the last step, Ctrl-C or an error.
+   starts those that had no room before (5.). Nothing else starts a batch. Each is started once, at step
+   max(first, b - lead) or later, and at most `lead` wait. None is ever replaced or dropped. `end` declares that no
+   further step takes a batch: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That position is known once the
    earlier batch is drawn, or in advance if the recipe draws `trainer.prompts_per_step` prompts for every batch
    (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time.
@@ -149,7 +150,9 @@ class AheadQueue:
             self._taken.check_end(self._session.config.trainer.prompts_per_step)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
         versions = self._taken.context.versions
-        lags = lags_of(self._session, versions_of(self._session, rollouts) if versions is None else versions, step.number)
+        lags = lags_of(
+            self._session, versions_of(self._session, rollouts) if versions is None else versions, step.number
+        )
         self._begin_until(step.number + self._lead)
         self._num_tokens = num_tokens(rollouts)
         step.lag = int(lags.max()) if lags.numel() else 0
