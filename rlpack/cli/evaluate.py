@@ -22,6 +22,7 @@ from rlpack.config.compose import compose, compose_evaluation, groups
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, root_key, unknown_key_problem
 from rlpack.config.recipes import EVALUATE_TARGET, config_class, recipe_section
+from rlpack.config.reward_rules import JUDGE
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.config.warnings import config_warnings
@@ -48,7 +49,8 @@ the stored responses.
 Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
-_READ = (*_GROUPS, "evaluate", "seed", "roles", "job")
+_READ = (*_GROUPS, "evaluate", "seed", "roles", "judge", "job")
+_ROLES = ("rollout", "reward")
 _READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
 # Arguments of vLLM about the files that it loads.
 _LOADERS = ("load_format", "model_loader_extra_config")
@@ -89,7 +91,10 @@ def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) 
     if problems := list(_without_effect(overrides)):
         raise ConfigError(problems)
     evaluated = find_model(given, choice)
-    config = compose_evaluation(overrides, _base_values(evaluated, overrides))
+    values = _base_values(evaluated, overrides)
+    if problems := list(_unused_scorers(overrides, has_judge="judge" in values)):
+        raise ConfigError(problems)
+    config = compose_evaluation(overrides, values)
     run = None if evaluated.state is None else run_config(evaluated.state)
     config = with_dtype_of(run, config)
     output = recipe_section(config, Evaluate).output_dir
@@ -144,6 +149,8 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
         inherited = (values["rollout"].get("vllm") or {}).items()
         values["rollout"]["vllm"] = {name: value for name, value in inherited if name not in _LOADERS}
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
+    if "roles.reward.target" in chosen:
+        values.pop("judge", None)  # it was that of the run's reward role
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}
     # A checkpoint is exported once everything is checked; until then, `model.path` is the checkpoint's own path.
@@ -182,6 +189,29 @@ def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
             yield f"{key} has no effect on rlpack evaluate, whose groups are {', '.join(_GROUPS)}; leave it out"
         elif section not in (*_READ, "model") and find(key, root) is not None:
             yield f"{key} has no effect on rlpack evaluate, which reads {', '.join(_READ)}; leave it out"
+
+
+def _unused_scorers(overrides: Sequence[str], *, has_judge: bool) -> Iterator[str]:
+    """Yield a problem for each override of a role, or of a judge, that scores no response of an evaluation.
+
+    Args:
+        overrides: Hydra overrides.
+        has_judge: whether the run's own reward role may read `judge`.
+    """
+    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    has_judge = has_judge or any(key.startswith("roles.reward") for key in keys)
+    for key in keys:
+        section, _, name = key.partition(".")
+        if section == "roles" and name and name.partition(".")[0] not in _ROLES:
+            yield (
+                f"{key} has no effect on rlpack evaluate, whose roles are {' and '.join(_ROLES)}; leave it out, or set "
+                "roles.reward to the role that scores"
+            )
+        elif section == "judge" and not has_judge:
+            yield (
+                f"{key} has no effect on rlpack evaluate while reward functions score; leave it out, or let the judge "
+                f"score: roles.reward.target={JUDGE}"
+            )
 
 
 def _is_sweep(override: str) -> bool:

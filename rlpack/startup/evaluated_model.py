@@ -107,14 +107,17 @@ def with_dtype_of(run: Config | None, config: Config) -> Config:
 def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a checkpoint's configuration that an evaluation takes over.
 
-    The data are the held-out prompts. Pools of other roles are left out.
+    The data are the held-out prompts. Pools of other roles are left out, and so is `judge` if it is another role's.
     """
     saved = state["config"]
     values = {name: saved[name] for name in _SECTIONS if name in saved}
     data = values["data"]
     values["data"] = data | {"source": data["validation_source"] or data["source"], "validation_source": None}
     own = {name: saved["roles"][name] for name in ("rollout", "reward") if name in saved["roles"]}
-    values["roles"] = {name: role.model_dump(mode="json") for name, role in builtin_roles().items()} | own
+    builtin = {name: role.model_dump(mode="json") for name, role in builtin_roles().items()}
+    values["roles"] = builtin | own
+    if values["roles"]["reward"]["target"] != builtin["reward"]["target"] and "judge" in saved:
+        values["judge"] = saved["judge"]
     placement = saved["placement"]
     pools, roles = placement["pools"], placement["roles"]
     rollout, reward = (roles.get(name, next(iter(pools))) for name in ("rollout", "reward"))

@@ -38,7 +38,8 @@ _UNUSED = {
     *("rollout.request_timeout_s", "rollout.kv_cache_gb", "rollout.sleep_level", "rollout.max_logprob_gap"),
     *("rollout.publish", "rollout.kv_cache"),
     *("reward.batch_timeout_s", "reward.max_failures", "reward.processes", "reward.rows_per_call"),
-    *("data.split", "data.fraction"),
+    *("judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.retries", "judge.backoff_s"),
+    *("judge.max_failures", "data.split", "data.fraction"),
 }
 _HARMLESS = {LOCK, LOG, EXPORTED}
 
@@ -85,6 +86,8 @@ def arguments_of(config: Config) -> dict[str, Any]:
     """
     values = without_secrets(config.model_dump(mode="json"))
     sections = {name: values[name] for name in _SECTIONS}
+    if config.judge.url is not None:  # the reward role calls a server
+        sections["judge"] = values["judge"]
     sections["roles"] = {name: values["roles"][name] for name in ("rollout", "reward")}
     pool = pool_of(config, "rollout")
     ranks = {f"placement.pools.{pool}.ranks": config.placement.pools[pool].ranks}

@@ -20,6 +20,7 @@ from tests.builders import MODEL, tiny_config, tiny_tokenizer
 
 ROOT = Path(rlpack.__file__).parents[1]
 ROWS = "".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(4))
+JUDGE, SERVED = "rlpack.workers.judge:JudgeWorker", "rlpack.workers.served_reward_model:ServedRewardModelWorker"
 JSONL = ("data=jsonl", "data.source=rows.jsonl")
 
 
@@ -72,6 +73,10 @@ def refused(capsys, *arguments, code=2):
         (["model=tiny"], "model is set by the model or run that comes first"),
         (["model.path=x"], "model.path is set by the model or run that comes first"),
         (["run_dir=x"], "set evaluate.output_dir"),
+        (["judge.weight=2"], "judge.weight has no effect on rlpack evaluate while reward functions score; leave it"),
+        (["judge.url=http://a/v1"], f"judge score: roles.reward.target={JUDGE}"),
+        ([f"roles.judge.target={JUDGE}"], "roles.judge.target has no effect on rlpack evaluate, whose roles are"),
+        ([f"roles.reward.target={JUDGE}"], "judge.url is null, but the role reward needs it"),
         (["resume=auto"], "resume has no effect"),
         (["evaluate.checkpoint=x"], "--checkpoint N"),
         (["checkpoint=2"], "the step of its checkpoint by --checkpoint N"),
@@ -173,6 +178,33 @@ def test_an_evaluation_loads_the_weights_that_a_run_only_publishes(tmp_path):
     given = ("rollout=vllm", "+rollout.vllm.load_format=dummy", "+rollout.vllm.block_size=64")
     run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(given).model_dump(mode="json")})
     assert compose_evaluation([], _base_values(run, [])).rollout.vllm == {"block_size": 64}
+
+
+@pytest.mark.parametrize("target", [JUDGE, SERVED])
+def test_a_run_whose_reward_is_a_server_is_evaluated_with_it(tmp_path, target):
+    server = (f"roles.reward.target={target}", "judge.url=http://a/v1", "judge.model=m", "judge.weight=0.5")
+    run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(server).model_dump(mode="json")})
+
+    def judge_of(*overrides):
+        return compose_evaluation(overrides, _base_values(run, overrides)).judge
+
+    judge = judge_of()
+    assert (judge.url, judge.model, judge.weight) == ("http://a/v1", "m", 0.5)
+    assert judge_of("judge.url=http://b/v1").url == "http://b/v1"
+    assert judge_of(f"roles.reward.target={compose().roles['reward'].target}").url is None
+
+
+def test_a_model_is_evaluated_with_a_judge(folder):
+    judge = (f"roles.reward.target={JUDGE}", "judge.url=http://a/v1", "judge.model=m")
+    config = evaluation_config("model", None, [*JSONL, *judge])
+    assert (config.judge.url, config.roles["reward"].target) == ("http://a/v1", JUDGE)
+    assert evaluation_config("model", None, [*JSONL, *judge, "judge.model=n"]).run_dir != config.run_dir
+
+
+def test_the_judge_of_another_role_than_the_reward_is_left_out(tmp_path):
+    server = (f"roles.judge.target={JUDGE}", "judge.url=http://a/v1", "judge.model=m")
+    run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(server).model_dump(mode="json")})
+    assert compose_evaluation([], _base_values(run, [])).judge.url is None
 
 
 def test_an_evaluation_of_random_weights_is_refused():

@@ -77,6 +77,29 @@ def test_what_changes_no_row_may_change(tmp_path, override):
     assert default_output_dir(config_of(override), "m") == default_output_dir(config_of(), "m")
 
 
+JUDGE = ("roles.reward.target=rlpack.workers.judge:JudgeWorker", "judge.url=http://a/v1", "judge.model=m")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("judge.url=http://b/v1", "judge.model=n", "judge.prompt_template='{completion}'", "judge.max_score=5.0"),
+        *("judge.weight=2.0", "judge.max_tokens=9"),
+    ],
+)
+def test_another_judge_is_another_argument(tmp_path, override):
+    opened(tmp_path, *JUDGE)
+    with pytest.raises(EvaluationError, match=rf" {override.partition('=')[0]} is .* and was "):
+        opened(tmp_path, *JUDGE, override)
+
+
+def test_how_a_judge_is_called_may_change_and_no_judge_is_no_argument(tmp_path):
+    opened(tmp_path, *JUDGE)
+    limits = ("timeout_s=9.0", "retries=0", "backoff_s=0.5", "concurrency=1", "max_failures=0.5", "api_key_env=KEY")
+    opened(tmp_path, *JUDGE, *(f"judge.{limit}" for limit in limits))
+    assert not any(key.startswith("judge.") for key in arguments_of(config_of()))
+
+
 def evaluation_next_to(folder, *overrides):
     """Open an evaluation in its default directory, below a folder, and return the directory."""
     directory = folder / default_output_dir(config_of(*overrides), "m").name
