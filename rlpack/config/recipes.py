@@ -155,8 +155,10 @@ def find_recipe(target: str) -> RecipeSpec:
     spec = vars(module).get("SPEC")
     if not isinstance(spec, RecipeSpec):
         raise ConfigError([f"recipe.target is {target!r}, but {module.__name__} has no SPEC; {_HOW}"])
-    if module.__name__ == target and not inspect.isfunction(vars(module).get("main")):
-        raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+    if module.__name__ == target:
+        if not inspect.isfunction(main := vars(module).get("main")):
+            raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+        _check_runs_when_called(target, main)
     if problems := list(_form_problems(target, spec)):
         raise ConfigError(problems)
     return spec
@@ -209,7 +211,7 @@ def load_main(target: str) -> Callable[[Config], None]:
     """Import the recipe in module `target` and return its `main`.
 
     Raises:
-        ConfigError: the module exits while it is imported, or it has no `main`.
+        ConfigError: the module exits while it is imported, or it has no `main` that runs when it is called.
     """
     try:
         main = vars(import_user_module(target)).get("main")
@@ -217,7 +219,21 @@ def load_main(target: str) -> Callable[[Config], None]:
         raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error}"]) from error
     if main is None:
         raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+    _check_runs_when_called(target, main)
     return main
+
+
+def _check_runs_when_called(target: str, main: Callable) -> None:
+    """Raise if calling a recipe's `main` would only return an object, so that the command ends without a run."""
+    kinds = {
+        "a coroutine function (async def)": inspect.iscoroutinefunction,
+        "a generator function (it contains yield)": inspect.isgeneratorfunction,
+        "an asynchronous generator function": inspect.isasyncgenfunction,
+    }
+    for kind, is_kind in kinds.items():
+        if is_kind(main):
+            what = f"whose main is {kind}, so calling it would run nothing"
+            raise ConfigError([f"recipe.target is {target!r}, {what}; write main(config) as a plain function"])
 
 
 class _RecipeConfig(Config):

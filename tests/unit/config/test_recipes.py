@@ -387,6 +387,26 @@ def test_a_recipe_apart_from_its_spec_that_exits_on_import_is_one_clear_error(ow
     assert f"recipe.target is '{own}', and importing it failed: SystemExit: 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (RECIPE.replace("def main", "async def main"), "main is a coroutine function"),
+        (RECIPE + "    yield\n", "main is a generator function"),
+        (RECIPE.replace("def main", "async def main") + "    yield\n", "main is an asynchronous generator function"),
+    ],
+)
+def test_a_main_that_would_do_nothing_when_called_is_refused(own, capsys, text, what):
+    file = Path(own.replace(".", "/") + ".py")
+    file.write_text(text)
+    assert main(["train", f"recipe.target={own}", "sft_warmup.steps=0"]) == 2
+    said = capsys.readouterr().err
+    assert f"recipe.target is '{own}', whose {what}" in said
+    assert "Traceback" not in said
+    file.with_name("my_recipe_spec.py").write_text(RECIPE)
+    with pytest.raises(ConfigError, match=rf"whose {what}.*, so calling it would run nothing; write main"):
+        load_main(own)
+
+
 @pytest.mark.parametrize("target", ["no_such.recipe", "rlpack.recipes.grpoo", "my recipe", "rlpack.recipes.grpo:main"])
 def test_a_target_that_names_no_module_is_one_clear_error(target):
     with pytest.raises(ConfigError, match=r"recipe\.target is '.*; a recipe is a module|has to be package\.module"):
