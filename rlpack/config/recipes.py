@@ -133,8 +133,17 @@ def recipe_texts(config: Config, kind: Literal["rules", "warnings"]) -> Iterator
 
 
 def recipe_section(config: Config, kind: type[_Section]) -> _Section:
-    """Return the section of class `kind` that the config's recipe declares."""
-    name = next(name for name, section in recipe_of(config).sections.items() if section is kind)
+    """Return the section of class `kind` that the config's recipe declares.
+
+    Raises:
+        ConfigError: the recipe doesn't declare it.
+    """
+    sections = recipe_of(config).sections
+    name = next((name for name, section in sections.items() if section is kind), None)
+    if name is None:
+        declared = ", ".join(f"{name}: {section.__name__}" for name, section in sections.items()) or "none"
+        text = f"recipe_section was called with {kind.__name__}, which {config.recipe.target} doesn't declare"
+        raise ConfigError([f"{text} in SPEC.sections (it has {declared}); add {kind.__name__} there"])
     section = dict(config)[name]
     assert isinstance(section, kind)
     return section

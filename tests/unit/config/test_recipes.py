@@ -21,6 +21,7 @@ from rlpack.config.recipes import (
 )
 from rlpack.config.roles import optimizers, role_batching, started_roles
 from rlpack.config.schema import Role
+from rlpack.config.sections.section import Section
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
 from tests.builders import tiny_config
@@ -447,3 +448,15 @@ def test_a_recipe_reads_its_section_by_class():
     section = builtin_target("dapo_spec")
     dapo = vars(sys.modules[section])["Dapo"]
     assert recipe_section(kind(dapo=dapo(max_rounds=3)), dapo).max_rounds == 3
+
+
+class Undeclared(Section):
+    """A section of no recipe."""
+
+
+def test_a_section_that_the_recipe_does_not_declare_is_named():
+    problem = r"with Undeclared, which rlpack.recipes.dapo doesn't declare in SPEC.sections \(it has dapo: Dapo\); add"
+    with pytest.raises(ConfigError, match=problem):
+        recipe_section(tiny_config("dapo"), Undeclared)
+    with pytest.raises(ConfigError, match=r"in SPEC.sections \(it has none\); add Undeclared there"):
+        recipe_section(tiny_config("grpo"), Undeclared)
