@@ -64,7 +64,7 @@ class MetricAccumulator:
         """Add the metrics of one microbatch: numbers, or tensors of one number, which are detached.
 
         Raises:
-            AlgorithmError: a metric is no number, or has several; only shapes of tensors are read here.
+            AlgorithmError: a metric is not one number; of tensors, only the shapes are read here.
         """
         self._parts.append({name: _one_number(name, value) for name, value in part.items()})
 
