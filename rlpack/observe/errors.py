@@ -17,6 +17,10 @@ class SinkError(ValueError):
     """A configured sink can't be opened; the message says what is missing."""
 
 
+class SinkWriteError(RuntimeError):
+    """Metrics can't be written during a run; the message names the file, the cause and the way out."""
+
+
 class ReportError(ValueError):
     """A report was requested for a directory without a readable run."""
 

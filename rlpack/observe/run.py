@@ -40,11 +40,20 @@ from rlpack.observe.run_dir import (
     SAMPLES,
     has_started,
     open_run_dir,
-    read_samples,
     remove_unstarted_run,
 )
 from rlpack.observe.run_lock import RunLock
-from rlpack.observe.sinks import LogPhase, ResumePoint, Sink, as_numbers, check_packages, open_sinks, read_records
+from rlpack.observe.sinks import (
+    LogPhase,
+    ResumePoint,
+    Sink,
+    as_numbers,
+    check_packages,
+    close_sinks,
+    open_sinks,
+    read_records,
+    truncate_samples,
+)
 from rlpack.observe.terminal import STANDARD_ERROR, discard, is_ignored_hangup, leave_closed_terminal
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.run_log import RunLog, attached_log, current_log
@@ -132,7 +141,7 @@ class Run:
         open_run_dir(run_dir, values, resume=config.resume == "auto")
         had_started = has_started(run_dir)
         if resume_at is not None:
-            _truncate_samples(run_dir / SAMPLES, resume_at)
+            truncate_samples(run_dir / SAMPLES, resume_at)
         try:
             sinks = open_sinks(config.logger, run_dir, values, resume_at)
         except BaseException:
@@ -153,6 +162,7 @@ class Run:
 
         Raises:
             MetricError: a metric is not one number; nothing is written.
+            SinkWriteError: the metrics can't be written, for example because the disk is full.
             RunTakenOverError: another process has taken over the run directory.
         """
         if self._lock is not None:
@@ -251,18 +261,27 @@ class Run:
         """Close the sinks, write `report.html`, print a summary, and return the report's path.
 
         A report that can't be written only causes a warning. Later calls only return the path.
+
+        Raises:
+            Exception: a sink can't be closed; the others are, and the report is written.
         """
         path = self.run_dir / REPORT
         if self._finished:
             return path
-        self._close_sinks()
+        try:
+            self._close_sinks()
+        finally:
+            self._try_report(path)
+        return path
+
+    def _try_report(self, path: Path) -> None:
+        """Write the report, or warn why not."""
         try:
             self._report()
         except ReportError as error:
             logger.warning("%s", error)
         except Exception as error:  # noqa: BLE001 - drawing can fail in many ways, and no training depends on it
             logger.warning("the report could not be written to %s: %s: %s", path, type(error).__name__, error)
-        return path
 
     def _report(self) -> None:
         """Write the report and print a summary."""
@@ -279,8 +298,7 @@ class Run:
 
     def _close_sinks(self) -> None:
         self._finished = True
-        for sink in self._sinks:
-            sink.close()
+        close_sinks(self._sinks)
 
     def __enter__(self) -> Self:
         """Open `run.log`, and install the signal handlers if this is the main thread.
@@ -318,8 +336,7 @@ class Run:
                 self.finish()
         except Exception:
             if error is None:
-                raise
-            logger.exception("the metrics of %s could not be closed", self.run_dir)
+                raise  # else it is logged, and the run's own error came first
         finally:
             self._own_log.close()
 
@@ -371,14 +388,3 @@ class Run:
             os.write(STANDARD_ERROR, FIRST_INTERRUPT if self.has_begun else INTERRUPT_AT_START)
         except OSError:
             discard(STANDARD_ERROR)
-
-
-def _truncate_samples(path: Path, point: ResumePoint) -> None:
-    """Delete the stored rollouts after the resume point."""
-    defaults = {"step": 0, "phase": "train"}  # for lines that lack them
-    retained = [sample for sample in read_samples(path) if point.covers(defaults | sample)]
-    if path.exists():
-        # Replaced atomically: a crash leaves the old file intact.
-        staging = path.with_name(path.name + ".tmp")
-        staging.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
-        os.replace(staging, path)

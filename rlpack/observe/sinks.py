@@ -9,7 +9,8 @@ import os
 import reprlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
@@ -17,9 +18,9 @@ from typing import Any, Literal, Protocol, TextIO
 from rlpack.batch.errors import DataError
 from rlpack.config.schema import Logger
 from rlpack.installation import how_to_install
-from rlpack.observe.errors import MetricError, SinkError
+from rlpack.observe.errors import MetricError, SinkError, SinkWriteError
 from rlpack.observe.metric_table import check_names
-from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
+from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID, read_samples
 from rlpack.safe_files import parse_json
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,11 @@ class Sink(Protocol):
     """A destination for metrics."""
 
     def log(self, step: int, phase: LogPhase, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
+        """Write the metrics of one step.
+
+        Raises:
+            SinkWriteError: they can't be written.
+        """
         ...
 
     def close(self) -> None:
@@ -153,6 +158,17 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path} can't be read: {error.strerror or error}; make it readable") from error
 
 
+def truncate_samples(path: Path, point: ResumePoint) -> None:
+    """Delete the stored rollouts after the resume point."""
+    defaults = {"step": 0, "phase": "train"}  # for lines that lack them
+    retained = [sample for sample in read_samples(path) if point.covers(defaults | sample)]
+    if path.exists():
+        # Replaced atomically: a crash leaves the old file intact.
+        staging = path.with_name(path.name + ".tmp")
+        staging.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
+        os.replace(staging, path)
+
+
 class JsonlSink:
     """Appends each record to a file as one flushed line.
 
@@ -175,17 +191,31 @@ class JsonlSink:
             staging = path.with_name(path.name + ".tmp")
             staging.write_text("".join(line.rstrip("\n") + "\n" for line, _ in retained), encoding="utf-8")
             os.replace(staging, path)
+        self._path = path
         self._stream: TextIO = path.open("a", encoding="utf-8")
 
     def log(self, step: int, phase: LogPhase, metrics: Mapping[str, float]) -> None:
-        """Append one record; once this returns, it survives a crash of the process."""
+        """Append one record; once this returns, it survives a crash of the process.
+
+        Raises:
+            SinkWriteError: the file can't be written, for example because the disk is full; it is closed.
+        """
         check_names(metrics)
         seconds = round(time.monotonic() - self._started, 3)
-        if self._replaces_content:  # only now: if the run fails at startup, an earlier one's records stay
-            self._replaces_content = False
-            self._stream.truncate(0)
-        self._stream.write(_line({"step": step, "phase": phase, "time_s": seconds, **metrics}))
-        self._stream.flush()
+        line = _line({"step": step, "phase": phase, "time_s": seconds, **metrics})
+        try:
+            if self._replaces_content:  # only now: if the run fails at startup, an earlier one's records stay
+                self._replaces_content = False
+                self._stream.truncate(0)
+            self._stream.write(line)
+            self._stream.flush()
+        except OSError as error:
+            with suppress(OSError):  # the stream tries to write the line again, and is closed all the same
+                self._stream.close()
+            raise SinkWriteError(
+                f"{self._path} can't be written ({error.strerror or error}); free some space, or restore access to the "
+                "file, then continue the run with resume=auto"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -286,6 +316,23 @@ def open_sinks(
             _warn_of_repeated_steps(run_dir / METRICS, resume)
         optional.append(WandbSink(run_dir, mode=settings.wandb, project=settings.wandb_project, config=config))
     return [JsonlSink(run_dir / METRICS, resume=resume), *optional]
+
+
+def close_sinks(sinks: Sequence[Sink]) -> None:
+    """Close every sink, and warn of those that fail.
+
+    Raises:
+        Exception: that of the first sink that failed.
+    """
+    errors: list[Exception] = []
+    for sink in sinks:
+        try:
+            sink.close()
+        except Exception as error:  # noqa: BLE001 - of another package; raised once all are closed
+            logger.warning("%s could not be closed: %s: %s", type(sink).__name__, type(error).__name__, error)
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _warn_of_repeated_steps(path: Path, resume: ResumePoint | None) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from rich.console import Console as RichConsole
 from rlpack.config.schema import Config, Logger, SFTWarmup, Trainer
 from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
-from rlpack.observe.errors import MetricError, RunDirectoryError, RunTakenOverError, SinkError
+from rlpack.observe.errors import MetricError, RunDirectoryError, RunTakenOverError, SinkError, SinkWriteError
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import check_records, check_run_dir, record_hashes
 from rlpack.observe.run_lock import lock_run_dir
-from rlpack.observe.sinks import ResumePoint, read_records
+from rlpack.observe.sinks import LogPhase, ResumePoint, read_records
 from rlpack.packing.batching import Batching
 from rlpack.packing.make_plan import make_plan
 
@@ -531,6 +532,75 @@ def test_a_file_that_only_the_report_reads_and_that_cannot_be_written_only_warns
         run.log(1, {"reward/mean": 0.5})
     assert "step 1 of train will be missing from the report: [Errno 21]" in caplog.text
     assert len(list(read_records(tmp_path / "metrics.jsonl"))) == 1
+
+
+def fill_disk(path: Path) -> None:
+    """Let every further write to an open file fail, as on a full disk."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.is_symlink() and os.readlink(descriptor) == str(path):
+            os.dup2(full, int(descriptor.name))
+    os.close(full)
+
+
+def test_metrics_that_do_not_fit_on_the_disk_are_one_error_and_the_report_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def fail() -> None:
+        with start(tmp_path) as run:
+            run.log(1, {"reward/mean": 0.1})
+            fill_disk(path)
+            run.log(2, {"reward/mean": 0.2})
+
+    with pytest.raises(SinkWriteError) as caught:
+        fail()
+    assert str(caught.value) == (
+        f"{path} can't be written (No space left on device); free some space, or restore access to the file, then "
+        "continue the run with resume=auto"
+    )
+    assert (tmp_path / "report.html").exists()
+    assert [record["step"] for record in read_records(path)] == [1]
+    assert "could not be closed" not in caplog.text
+
+
+class FailingSink:
+    """A sink that can't be closed."""
+
+    def __init__(self, closed: list[str], text: str) -> None:
+        self._closed, self._text = closed, text
+
+    def log(self, step: int, phase: LogPhase, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed.append(self._text)
+        raise OSError(self._text)
+
+
+@pytest.mark.parametrize("fails_before", [False, True])
+def test_a_sink_that_cannot_be_closed_hinders_neither_the_others_nor_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_before: bool
+) -> None:
+    start(tmp_path).finish()
+    closed: list[str] = []
+    sinks = [FailingSink(closed, text) for text in ("first", "second")]
+
+    def fail() -> None:
+        with Run(tmp_path, sinks, Console(RichConsole(file=io.StringIO())), {}) as run:
+            (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "train", "time_s": 1.0}\n')
+            run.log(1, {})
+            if fails_before:
+                raise KeyError("first of all")
+
+    (tmp_path / "report.html").unlink(missing_ok=True)
+    with pytest.raises(KeyError if fails_before else OSError, match="first"):
+        fail()
+    assert closed == ["first", "second"]
+    assert (tmp_path / "report.html").exists()
+    for text in closed:
+        assert f"FailingSink could not be closed: OSError: {text}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["report.html", "packing.png"])
