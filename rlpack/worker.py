@@ -42,7 +42,7 @@ class Worker:
 
     @classmethod
     def from_settings(
-        cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase, *args: Any, **arguments: Any
+        cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase, /, *args: Any, **arguments: Any
     ) -> Self:
         """Build the role on one rank; `arguments` come from its section of `roles`.
 

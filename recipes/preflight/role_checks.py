@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Role, builtin_roles
-from rlpack.distributed.dispatch import dispatch_of, is_dispatched
+from rlpack.distributed.dispatch import dispatch_of, is_dispatched, own_version
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
 from rlpack.startup.annotations import is_wrong
@@ -58,6 +58,11 @@ def _check_own(where: str, kind: type[Any]) -> None:
         raise PlacementError(
             f"{where}, which has no method that a recipe can call; decorate one with @sharded, @broadcast or @rank_zero"
         )
+    for method in sorted(_called(kind)):
+        try:
+            own_version(kind, getattr(kind, method))
+        except (AttributeError, TypeError) as error:
+            raise PlacementError(f"{where}: {error}") from error
 
 
 def _check_trained(name: str, where: str, kind: type[Any], *, is_trained: bool) -> None:

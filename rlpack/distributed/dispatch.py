@@ -139,6 +139,24 @@ def is_dispatched(method: Callable[..., Any]) -> bool:
     return _MARK in vars(method)
 
 
+def own_version(role_class: type[Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a role class's version of a method, which is called by the function's name.
+
+    Raises:
+        TypeError: the class or one of its bases has the function under other names only, since a decorator below
+            rlpack's renamed it: another method might be called.
+        AttributeError: the class has no method of this name.
+    """
+    name = method.__name__
+    attributes = [key for base in role_class.__mro__ for key, value in vars(base).items() if value is method]
+    if attributes and name not in attributes:
+        raise TypeError(
+            f"{role_class.__qualname__}: its method {attributes[0]} is named {name!r}, by which ranks would call it; "
+            f"in the decorator that returns {name}, decorate {name} with @functools.wraps(method)"
+        )
+    return getattr(role_class, name)
+
+
 def dispatch_of(method: Callable[..., Any]) -> Dispatch:
     """Return how `method` is called.
 

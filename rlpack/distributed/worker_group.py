@@ -45,7 +45,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.column_contract import ColumnContract, Producers
-from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
+from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of, own_version
 from rlpack.distributed.errors import PlacementError, RoleError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_columns, restored
@@ -221,7 +221,7 @@ class WorkerGroup(Generic[W]):
         group._plan = plan
         return group
 
-    def run_at_every_start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run_at_every_start(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role as `run` does, and again whenever its ranks are started again.
 
         Use it for methods that set the role's state, such as its weights: a restart only builds the role.
@@ -230,10 +230,10 @@ class WorkerGroup(Generic[W]):
         self.ranks.after_restart(lambda: self._run_again(method, *args, **kwargs))
         return result
 
-    def _run_again(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _run_again(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> None:
         self.run(method, *args, **kwargs)
 
-    def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role and wait for its result.
 
         Raises:
@@ -243,7 +243,7 @@ class WorkerGroup(Generic[W]):
         """
         return self.submit(method, *args, **kwargs).result()
 
-    def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+    def submit(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start a method of the role as its decorator declares.
 
         A background method runs while the ranks answer other calls. Any other runs before later calls of the same
@@ -391,7 +391,7 @@ class WorkerGroup(Generic[W]):
 
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class declares."""
-        return dispatch_of(method if self._role_class is None else getattr(self._role_class, method.__name__))
+        return dispatch_of(method if self._role_class is None else own_version(self._role_class, method))
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:

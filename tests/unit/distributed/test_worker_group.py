@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -57,6 +57,36 @@ class Named(Worker):
         return sorted(shard)
 
 
+def logged(method: Any) -> Any:
+    def rank(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return rank
+
+
+class Logged(Doubler):
+    """A method that its decorator has given the name of another."""
+
+    @broadcast
+    @logged
+    def level(self) -> int:
+        return 7
+
+
+class Renamed(Doubler):
+    @broadcast
+    def rank(self) -> int:
+        return 8
+
+    number = rank
+
+
+class Keywords(Worker):
+    @broadcast
+    def joined(self, *, method: str, args: str = "") -> str:
+        return method + args
+
+
 class LocalRanks:
     """Ranks that run one after the other here; arguments and results are pickled as on their way elsewhere."""
 
@@ -75,6 +105,9 @@ class LocalRanks:
             for worker, args in zip(self.workers, call.args_of_rank, strict=False)
         ]
         return Pending(lambda: [pickle.loads(pickled[rank]) for rank in call.outputs])
+
+    def after_restart(self, function: Callable[[], None]) -> None:
+        function()
 
     def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
         raise NotImplementedError
@@ -105,6 +138,28 @@ def test_order_is_restored_for_any_batching_and_number_of_ranks(batching: Batchi
     assert found["doubled"].lengths.tolist() == batch["input_ids"].lengths.tolist()
     assert list(batch) == list(before)
     assert batch.plan is None
+
+
+def test_a_keyword_may_have_the_name_of_a_parameter_of_run():
+    keywords: WorkerGroup[Keywords] = WorkerGroup("keywords", LocalRanks(1, Keywords), Batching(), role_class=Keywords)
+    assert keywords.run(Keywords.joined, method="exact", args="ly") == "exactly"
+    assert keywords.run_at_every_start(Keywords.joined, method="exact") == "exact"
+    assert keywords.submit(Keywords.joined, method="exact").result() == "exact"
+
+
+def test_a_method_that_lost_its_name_is_never_mistaken_for_another():
+    ranks = LocalRanks(1, Logged)
+    logged_group: WorkerGroup[Logged] = WorkerGroup("logged", ranks, Batching(), role_class=Logged)
+    with pytest.raises(TypeError, match=r"Logged: its method level is named 'rank'.*functools\.wraps\(method\)"):
+        logged_group.run(Logged.level)
+    assert logged_group.run(Doubler.rank) == 0
+    assert ranks.called == [1]
+
+
+def test_a_method_may_have_two_names_and_be_overridden():
+    ranks = LocalRanks(1, Renamed)
+    renamed: WorkerGroup[Renamed] = WorkerGroup("renamed", ranks, Batching(), role_class=Renamed)
+    assert [renamed.run(method) for method in (Renamed.number, Renamed.rank, Doubler.rank)] == [8, 8, 8]
 
 
 def test_truncated_and_dropped_rows_come_back_with_zeros():

@@ -7,10 +7,11 @@ import pytest
 from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.errors import PlacementError
 from rlpack.recipes.preflight.role_checks import check_role
-from rlpack.worker import Trainable, Worker, broadcast, sharded
+from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
 from rlpack.workers.stepped_role import SteppedRole
+from tests.builders import tiny_config, tiny_tokenizer
 
 
 class Plain(Worker):
@@ -26,6 +27,27 @@ class Weighted(Plain):
 class Configured(Plain):
     @classmethod
     def from_settings(cls, context: Any, config: Any, tokenizer: Any, *, n: int = 2) -> Self: ...
+
+
+class Named(Plain):
+    """Has arguments with the names of parameters of `from_settings`."""
+
+    def __init__(self, context: Any, tokenizer: str, config: str) -> None:
+        super().__init__(context)
+        self.given = (tokenizer, config)
+
+
+def logged(method: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+class Logged(Worker):
+    @sharded()
+    @logged
+    def revise(self, shard: Any) -> Any: ...
 
 
 class Mute(Worker): ...
@@ -132,6 +154,19 @@ def test_classes_that_ranks_can_build_and_call_pass():
     check("Stand", key="rollout")
     for name, role in builtin_roles().items():
         check_role(name, role)
+
+
+def test_an_argument_of_a_role_may_have_any_name():
+    check("Named", tokenizer="t5", config="base")
+    role = Named.from_settings(RankContext(), tiny_config(), tiny_tokenizer(), tokenizer="t5", config="base")
+    assert role.given == ("t5", "base")
+
+
+def test_a_recipes_role_whose_method_lost_its_name_is_refused():
+    with pytest.raises(
+        PlacementError, match=r"Logged.*its method revise is named 'wrapper'.*functools\.wraps\(method\)"
+    ):
+        check_own("Logged", is_trained=False)
 
 
 @pytest.mark.parametrize(
