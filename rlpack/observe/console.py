@@ -1,6 +1,9 @@
 """Terminal output: one line per step, a progress bar for long work, a few sampled rollouts."""
 
 import errno
+import io
+import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +26,8 @@ from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.observe.sinks import LogPhase
 from rlpack.observe.terminal import STANDARD_OUTPUT, discard, leave_closed_terminal
 from rlpack.observe.text import are_accuracies, mean_reward_format, shortened, visible
+
+logger = logging.getLogger(__name__)
 
 # The metrics on a step's line, in order: metric, label, format.
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -107,7 +112,9 @@ class Console:
     """Prints in color to a terminal, else as plain text."""
 
     def __init__(self, output: RichConsole | None = None) -> None:
-        """Print to `output`; the default is standard output."""
+        """Print to `output`; the default is standard output, which then escapes characters that it can't encode."""
+        if output is None and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         self._output = _Output(highlight=False) if output is None else output
         self.last_printed_at = time.monotonic()
 
@@ -199,13 +206,21 @@ class Console:
             yield _RichProgress(progress, progress.add_task(visible(description), total=total))
 
     def _print(self, text: Text) -> None:
-        """Print text without wrapping, so that a log has one line per step; a closed terminal is no error."""
+        """Print text without wrapping, so that a log has one line per step.
+
+        A closed terminal is no error. Any other output that can't be written, except a closed pipe, causes a warning.
+        """
         try:
             self._output.print(text, soft_wrap=True, markup=False, emoji=False)
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            leave_closed_terminal()
+            if error.errno == errno.EIO:
+                leave_closed_terminal()
+            else:
+                discard(STANDARD_OUTPUT)
+                reason = error.strerror or error
+                logger.warning("standard output can't be written (%s), so nothing more is printed", reason)
         self.last_printed_at = time.monotonic()
 
 

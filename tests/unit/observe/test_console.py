@@ -162,3 +162,37 @@ def test_a_closed_pipe_is_an_error_that_the_command_can_tell_from_others() -> No
     finally:
         os.close(write)
     assert ended.returncode == 7
+
+
+PRINTS = """
+import logging
+from rlpack.observe.console import Console, Sample
+logging.basicConfig()
+console = Console()
+console.note("first")
+console.show_samples([Sample("caf\u00e9", "\u6f22", None, 1.0)])
+console.note("last")
+"""
+
+
+def test_a_full_disk_behind_standard_output_is_one_warning_and_later_lines_are_discarded() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", PRINTS], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith("standard output can't be written (No space left on device), so nothing more is printed")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("latin-1", "caf\u00e9 \\u6f22"), ("ascii", "caf\\xe9 \\u6f22"), ("utf-8", "caf\u00e9 \u6f22")],
+)
+def test_characters_that_standard_output_cannot_encode_are_escaped(encoding: str, shown: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    ended = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    words = ended.stdout.decode(encoding).split()
+    assert [words[words.index(name) + 1] for name in ("prompt", "completion")] == shown.split()
+    assert words[-1] == "last"
