@@ -186,5 +186,5 @@ def _data_files(config: Config) -> Iterator[str]:
         sources["data.validation_source"] = config.data.validation_source
     for key, source in sources.items():
         if source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(source)):
-            hint = suggest_path(Path(source).expanduser())
+            hint = suggest_path(Path(os.path.expanduser(source)))
             yield f"{key} is {source!r}, but there is no such file in {Path.cwd()}{hint}"

@@ -68,7 +68,7 @@ def checked_upload(config: Config) -> Upload | None:
 
 
 def _folder(config: Config) -> Path:
-    folder = Path(config.job.working_dir or ".").expanduser()
+    folder = Path(os.path.expanduser(config.job.working_dir or "."))
     if not folder.is_dir():
         raise ConfigError(
             [f"job.working_dir is {config.job.working_dir!r}, but there is no such folder; set one, or null"]
@@ -119,7 +119,7 @@ def _missing_files(config: Config, upload: Upload) -> Iterator[str]:
         **evaluation_sets.sources(config),
     }
     for key, source in sources.items():
-        if source in (None, "arithmetic") or Path(source).expanduser().is_absolute():
+        if source in (None, "arithmetic") or os.path.isabs(os.path.expanduser(source)):
             continue  # generated, or on the nodes
         is_folder = (upload.folder / source).is_dir()
         if not is_folder and not source.endswith(DATA_FILES):

@@ -222,7 +222,7 @@ def _data(config: Config) -> Iterator[str]:
         )
     if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
         if data.source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
-            hint = suggest_path(Path(data.source).expanduser())
+            hint = suggest_path(Path(os.path.expanduser(data.source)))
             yield f"data.source is {data.source!r}, but there is no such file in {Path.cwd()}{hint}"
         yield (
             f"{same}, so no prompts would be held out; set data.validation_source to other prompts, "

@@ -112,6 +112,12 @@ def test_a_data_file_in_the_home_directory_is_found(tmp_path, monkeypatch):
     check_environment(config_with(tmp_path, data=data), {})
 
 
+def test_a_data_file_of_a_user_without_a_home_is_named(tmp_path):
+    data = Data(source="~nobody-here/a.jsonl", validation_source="~nobody-here/a.jsonl")
+    with pytest.raises(DataError, match=r"data.source is '~nobody-here/a.jsonl', but there is no such file"):
+        check_environment(config_with(tmp_path, data=data), {})
+
+
 def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("")

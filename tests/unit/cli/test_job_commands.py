@@ -89,6 +89,12 @@ def said(capsys, code, *words):
         ((RUN_DIR, "placement.object_store_gb=1"), 2, "placement.object_store_gb is 1, but placement.address joins"),
         ((RUN_DIR, "seed=1,2", "--multirun"), 2, "a job is one run"),
         ((RUN_DIR, "job.working_dir=nowhere"), 2, "job.working_dir is 'nowhere', but there is no such folder"),
+        ((RUN_DIR, "job.working_dir='~nobody-here'"), 2, "'~nobody-here', but there is no such folder"),
+        (
+            (RUN_DIR, *JSONL, "data.source='~nobody-here/rows.jsonl'"),
+            3,
+            "data.source is '~nobody-here/rows.jsonl', which would not be upload",
+        ),
         ((RUN_DIR, "job.env_vars.HF_TOKEN=abc"), 2, "set job.secret_names=[HF_TOKEN]"),
         ((RUN_DIR, "job.stop_timeout_s=0"), 2, "job.stop_timeout_s is 0"),
         ((RUN_DIR, *JSONL, "job.excludes=['*.jsonl']"), 3, "data.source is 'rows.jsonl', which would not be uploaded"),

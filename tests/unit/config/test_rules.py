@@ -293,6 +293,10 @@ def test_a_missing_file_is_named_before_what_it_lacks(source, tmp_path, monkeypa
     assert missing not in broken(data={"source": source})
 
 
+def test_a_file_of_a_user_without_a_home_is_named():
+    assert "data.source is '~nobody-here/x.jsonl', but there is no" in broken(data={"source": "~nobody-here/x.jsonl"})
+
+
 def test_token_ids_and_empty_values_are_no_secrets():
     config = {"model": {"config": {"model_type": "qwen2", "pad_token_id": 0, "eos_token": "x"}}}
     validate(config | {"reward": {"arguments": {"api_key": None}}})
