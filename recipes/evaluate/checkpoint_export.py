@@ -13,7 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.checkpoint.commit import load_state
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import discard_folder
+from rlpack.checkpoint.publish import MARKER
 from rlpack.checkpoint.sharded import load_weights
 from rlpack.config.schema import Config
 from rlpack.data.tokenization import eos_id, pad_id
@@ -32,16 +34,36 @@ def exported_checkpoint(checkpoint: Path, folder: Path) -> Iterator[None]:
     """Write the policy of a checkpoint as a Hugging Face folder, which exists inside the block.
 
     Raises:
-        CheckpointError: the checkpoint doesn't fit the model that its run's configuration describes.
+        CheckpointError: the checkpoint doesn't fit the model that its run's configuration describes, or the run has
+            deleted it.
         ModelError: the run's base model or tokenizer can't be loaded.
         DataError: the tokenizer was built from prompts that have changed or are gone.
     """
     discard_folder(folder)  # left by a kill
     try:
-        export_checkpoint(checkpoint, folder)
+        with deletion_explained(checkpoint):
+            export_checkpoint(checkpoint, folder)
         yield
     finally:
         discard_folder(folder)
+
+
+@contextmanager
+def deletion_explained(checkpoint: Path) -> Iterator[None]:
+    """Explain an error of reading a checkpoint that its run, which is in progress, has deleted since it was verified.
+
+    Raises:
+        CheckpointError: the checkpoint could not be read, and is no longer there.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        if (checkpoint / MARKER).exists():  # it is deleted first
+            raise
+        raise CheckpointError(
+            f"the run has deleted {checkpoint} meanwhile, since it keeps only its newest checkpoints; run the command "
+            "again, or raise the run's checkpoint.keep"
+        ) from error
 
 
 def export_checkpoint(checkpoint: Path, folder: Path) -> None:

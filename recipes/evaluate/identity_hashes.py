@@ -10,6 +10,7 @@ from rlpack.config.recipes import recipe_section
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.models.loading import load_config
+from rlpack.recipes.evaluate.checkpoint_export import deletion_explained
 from rlpack.user_code import find_module_file
 from rlpack.workers.reward import function_specs
 
@@ -18,7 +19,8 @@ def model_hash(config: Config) -> str:
     """Return a hash of the model's configuration and weights; for a model of the Hub, of its name and commit."""
     checkpoint = recipe_section(config, Evaluate).checkpoint
     if checkpoint is not None:
-        return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
+        with deletion_explained(Path(checkpoint)):
+            return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
     folder = Path(cast(str, config.model.path)).expanduser()
     files = [file for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
     if not files:

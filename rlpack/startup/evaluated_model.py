@@ -154,7 +154,7 @@ def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]
             for text in faults:
                 logger.warning("a newer checkpoint is skipped: %s", text)
             return folder, _state(folder)
-        faults.append(f"{folder}: {fault}")
+        faults.append(f"{folder}: {fault if folder.exists() else 'the run has deleted it meanwhile'}")
     raise CheckpointError(
         f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore the "
         f"files, or choose another by --checkpoint (there are {existing})"

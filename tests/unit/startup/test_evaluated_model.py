@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import pytest
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.model_folder import new_model_folder
+from rlpack.checkpoint.validity import fault_of
 from rlpack.cli.evaluate import _base_values
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
+from rlpack.startup import evaluated_model
 from rlpack.startup.evaluated_model import find_model, run_config, run_values, with_dtype_of
 
 PROGRESS = {"phase": "train", "step": 0}
@@ -72,6 +75,16 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wr
         CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint \(there are train/4, train/2\)"
     ):
         find_model("runs/mine", "4")
+
+
+def test_a_checkpoint_that_its_run_deletes_while_it_is_verified_is_not_called_damaged(run, monkeypatch):
+    def deleting(folder):
+        shutil.rmtree(folder)
+        return fault_of(folder)
+
+    monkeypatch.setattr(evaluated_model, "fault_of", deleting)
+    with pytest.raises(CheckpointError, match="train/step-2: the run has deleted it meanwhile; restore"):
+        find_model("runs/mine", "2")
 
 
 def test_a_newer_damaged_checkpoint_is_skipped_with_a_warning_that_says_what_is_wrong(run, caplog):

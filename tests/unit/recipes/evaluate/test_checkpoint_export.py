@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.publish import MARKER
 from rlpack.checkpoint.sharded import save_training_state
+from rlpack.checkpoint.validity import STATE
 from rlpack.config.schema import Actor, Config, Evaluation, EvaluationSet, Lora, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.gloo import GLOO
@@ -19,7 +22,7 @@ from rlpack.models.optimizers import build_optimizer
 from rlpack.models.policy import Policy
 from rlpack.packing import Batching
 from rlpack.recipes.driver.splits import load_splits
-from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
+from rlpack.recipes.evaluate.checkpoint_export import deletion_explained, export_checkpoint, exported_checkpoint
 from rlpack.workers.build import set_trained_weights
 from tests.builders import MODEL, tiny_config
 from tests.distributed.processes import on_ranks
@@ -135,6 +138,33 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         staging.commit(state | prints | {"config": wider.model_dump(mode="json")})
     with pytest.raises(CheckpointError, match="does not fit this model"):
         export_checkpoint(other / "step-3", tmp_path / "model")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("deleted", ["before", "during"])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_an_error_that_says_so(tmp_path: Path, deleted: str) -> None:
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA))
+    shutil.rmtree(checkpoint if deleted == "before" else checkpoint / "actor")
+    (checkpoint / MARKER).unlink(missing_ok=True)
+    with (
+        pytest.raises(CheckpointError, match=r"the run has deleted .*/step-3 meanwhile.*raise the run's checkpoint\.k"),
+        exported_checkpoint(checkpoint, tmp_path / "model"),
+    ):
+        pass
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(CheckpointError, match="has deleted"), deletion_explained(checkpoint):
+        (checkpoint / "actor" / "weights").read_bytes()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_damaged_checkpoint_is_not_called_deleted(tmp_path: Path) -> None:
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA))
+    (checkpoint / STATE).write_text("{}")
+    with (
+        pytest.raises(CheckpointError, match=r"step-3 can't be loaded: state\.json"),
+        exported_checkpoint(checkpoint, tmp_path / "model"),
+    ):
+        pass
 
 
 def export_memory(mesh: object, rank: int, checkpoint: str, small: str, folder: str) -> int:
