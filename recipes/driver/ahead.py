@@ -71,6 +71,7 @@ from rlpack.batch.batch_files import check_lists, read_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
+from rlpack.observe.sinks import as_numbers
 from rlpack.recipes.driver.ahead_checkpoint import (
     FOLDER,
     LIST,
@@ -352,6 +353,7 @@ class AheadQueue:
         except RoleError as error:
             error.phase, error.step = context.progress.phase, context.number
             raise
+        context.metrics |= as_numbers(context.metrics)  # a checkpoint may hold them
         self._room.record_batch(context.lease, num_tokens(scored))
         if self._late is None:  # read now: later, the ranks that have them may be busy with an evaluation
             context.versions = versions_of(self._session, scored)

@@ -1,5 +1,6 @@
 """Running ahead: order, staleness, failures and checkpoints of the batches that are drawn one step early."""
 
+import json
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.errors import RoleError
+from rlpack.observe.errors import MetricError
 from rlpack.observe.report.step_times import StepTimes
 from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
@@ -417,6 +419,29 @@ def test_a_damaged_batch_in_a_checkpoint_is_one_error(tmp_path: Path, publicatio
     session.restored = checkpoint
     with pytest.raises(CheckpointError, match=r"the batches drawn ahead in .* can't be read"):
         AheadQueue(session, publications(Engines(session)).draw)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), "hard"])
+def test_metrics_of_a_draw_are_numbers_before_a_checkpoint_holds_them(tmp_path: Path, publications: Any, value: Any):
+    session = session_ahead(tmp_path, steps=2)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        if step.number == 2:
+            step.metrics["recipe/x"] = value
+        return engines.draw(session, step)
+
+    queue = AheadQueue(session, draw)
+    step = next(session.steps("train", 2))
+    queue.take(step)
+    (tmp_path / "step-1").mkdir()
+    if value == "hard":
+        with pytest.raises(MetricError, match="metric 'recipe/x' is 'hard'; a metric is one number"):
+            queue.save(tmp_path / "step-1")
+        return
+    queue.save(tmp_path / "step-1")
+    (entry,) = json.loads((tmp_path / "step-1" / "ahead" / "ahead.json").read_text())["batches"]
+    assert entry["metrics"]["recipe/x"] == 0.5
 
 
 def test_a_full_disk_is_one_error(tmp_path: Path, publications: Any):
