@@ -341,9 +341,20 @@ def _role_problems(target: str, spec: RecipeSpec) -> Iterator[str]:
 
 
 def _default_problems(where: str, section: type[Section]) -> Iterator[str]:
+    """Yield the keys of a section that lack a default, or whose default can't be read back from a base node in YAML."""
     try:
         with UserCode(where, to_config_error):
-            section()
+            default = section()
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, details["loc"])) for details in error.errors())
         yield f"{where} has no valid default for {keys}; give every key one"
+        return
+    try:
+        with UserCode(where, to_config_error):
+            section.model_validate(default.model_dump(mode="json"))
+    except ValidationError as error:
+        keys = ", ".join(dict.fromkeys(str(name) for details in error.errors() for name in details["loc"][:1]))
+        yield (
+            f"{where} has a type that YAML can't express for {keys or 'some key'}; use numbers, texts, lists, tuples, "
+            "enums, paths and dicts whose keys are texts"
+        )

@@ -138,6 +138,58 @@ def test_a_section_may_have_tuples_enums_paths_and_texts_with_dollar_signs(typed
         assert message in capsys.readouterr().err
 
 
+NESTED = """
+from enum import Enum
+from pathlib import Path
+
+from rlpack.config.recipes import RecipeSpec
+from rlpack.config.sections.section import Section
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class Nested(Section):
+    stages: list[tuple[int, float]] = [(1, 2.0)]
+    spans: dict[str, tuple] = {"a": (1, 2)}
+    folders: list[Path] | None = [Path("a")]
+    colors: dict[str, list[Color]] = {"a": [Color.RED]}
+    mixed: dict[str, float | list[float]] = {"a": [1.0], "b": 2.0}
+    plain: list = [1]
+
+
+SPEC = RecipeSpec(roles=("actor",), sections={"nested": Nested})
+
+
+def main(config): ...
+"""
+
+
+def test_lists_and_dicts_of_a_section_may_hold_tuples_enums_and_paths(own, capsys):
+    path = Path(own.replace(".", "/") + ".py")
+    path.with_name("nested.py").write_text(NESTED)
+    command = [f"recipe.target={own.replace('my_recipe', 'nested')}"]
+    section = dict(compose(command))["nested"]
+    assert section == type(section)()
+    given = dict(compose([*command, "nested.stages=[[3,0.5],[4,1.0]]", "nested.folders=[b]", "nested.spans.b=[3]"]))
+    assert given["nested"].stages == [(3, 0.5), (4, 1.0)]
+    assert given["nested"].folders == [Path("b")]
+    assert given["nested"].spans == {"a": (1, 2), "b": (3,)}
+    assert main(["train", *command, "nested.stages=[[x,0.5]]"]) == 2
+    assert "nested.stages.0.0 is 'x'; it has to be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "field", ["names: set[str] = {'a'}", "weights: dict[int, float] = {1: 2.0}", "data: bytes = b'a'"]
+)
+def test_a_section_whose_type_yaml_can_not_express_is_refused_as_the_recipes_mistake(own, field):
+    path = Path(own.replace(".", "/") + ".py")
+    path.write_text(RECIPE.replace("    key: int", f"    {field}\n    key: int"))
+    with pytest.raises(ConfigError, match=f"section 'my_section' has a type that YAML can't express for {field[:4]}"):
+        compose([f"recipe.target={own}"])
+
+
 def test_a_config_with_such_a_section_pickles(typed):
     config = compose([f"recipe.target={typed}", "typed.color=blue"])
     assert pickle.loads(pickle.dumps(config)) == config
