@@ -12,8 +12,8 @@ import numpy as np
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import ALGORITHMS, MODES, PICTURES, check_options, rank_counts
+from rlpack.cli.planned_lengths import grown_lengths, headline, planned_lengths
 from rlpack.cli.tables import table
-from rlpack.data.length_files import read_lengths
 from rlpack.packing import (
     Algorithm,
     Batching,
@@ -21,14 +21,12 @@ from rlpack.packing import (
     MicrobatchPlan,
     Mode,
     PackingError,
-    lower_bound,
-    make_plan,
     warm_up_jit,
 )
 from rlpack.packing.analysis.calibration import calibrate
+from rlpack.packing.analysis.shared_prompts import plan_rows
 from rlpack.packing.analysis.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
-from rlpack.packing.analysis.traces import TRACES, trace
-from rlpack.packing.lengths import align
+from rlpack.packing.analysis.traces import TRACES
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
 _FEW_ROWS = 4  # per rank
@@ -80,7 +78,7 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
 
 def _apply_run(arguments: argparse.Namespace) -> str:
     """Set options from the named run, if `lengths` is one, and return a line that lists them."""
-    arguments.record = arguments.base = arguments.cost = None
+    arguments.record = arguments.base = arguments.cost = arguments.prompts = None
     if arguments.lengths in TRACES or not os.path.isdir(arguments.lengths):  # false for too long a name
         return ""
     from rlpack.cli.plan_from_run import apply_record, read_record
@@ -92,12 +90,12 @@ def _apply_run(arguments: argparse.Namespace) -> str:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture is not None:
         _check_picture(arguments.picture)
-    lengths, cost = _lengths(arguments), _cost(arguments)
+    lengths, cost = planned_lengths(arguments), _cost(arguments)
     device = _device(arguments)
     if arguments.fit:
         cost, device = _fitted(Path(arguments.lengths), device)
     choices = list(_choices(arguments))
-    print(_headline(lengths, arguments))
+    print(headline(lengths, arguments))
     warm_up_jit()
     rows, plans = [], {}
     for ranks in rank_counts(arguments.ranks):
@@ -133,7 +131,8 @@ def _named(batching: Batching) -> tuple[str, Batching]:
 def _plan_lengths(
     lengths: np.ndarray, batching: Batching, ranks: int, arguments: argparse.Namespace, cost: Cost | None = None
 ) -> MicrobatchPlan:
-    return make_plan(lengths, batching, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
+    prompts = None if arguments.prompts is None else arguments.prompts.repeated(lengths.size)
+    return plan_rows(lengths, batching, prompts, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
 
 
 def _cells(
@@ -195,6 +194,7 @@ def _print_suggestion(
         device=device,
         mini_batch_size=arguments.mini_batch_size,
         modes=(arguments.mode,) if "mode" in arguments.given else ("packed", "dynamic"),
+        prompts=arguments.prompts,
     )
     batching, where = best.batching, f"on {ranks:,} ranks: "
     if not best.is_worth_it:
@@ -207,6 +207,8 @@ def _print_suggestion(
         keys += [f"batching.length_multiple={batching.length_multiple}"]
     if batching.mode == "fixed":
         keys += [f"batching.micro_batch_size={batching.micro_batch_size}"]
+    if arguments.base is not None and arguments.base.share_prompts and not batching.share_prompts:
+        keys += ["batching.share_prompts=false"]
     keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens}"]
     gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"
     print(
@@ -284,14 +286,14 @@ def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, M
 def _simulate(arguments: argparse.Namespace) -> None:
     cost, device = _cost(arguments), _device(arguments)
     print(_assumptions(arguments))
-    whole = None if arguments.rows_per_rank is not None else _lengths(arguments)
+    whole = None if arguments.rows_per_rank is not None else planned_lengths(arguments)
     if whole is not None:
-        print(_headline(whole, arguments))
+        print(headline(whole, arguments))
     rows = []
     for ranks in rank_counts(arguments.ranks):
-        lengths = _grown(arguments, ranks) if whole is None else whole
+        lengths = grown_lengths(arguments, ranks) if whole is None else whole
         if whole is None:
-            print(f"{ranks:,} ranks: {_headline(lengths, arguments)}")
+            print(f"{ranks:,} ranks: {headline(lengths, arguments)}")
         for mode in MODES:
             plan = _plan_lengths(lengths, _batching(arguments, mode), ranks, arguments, cost)
             rows.append([f"{ranks:,} × {mode}", *_cells(_SIMULATE_COLUMNS, plan, cost, device)])
@@ -313,50 +315,6 @@ def _assumptions(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _grown(arguments: argparse.Namespace, ranks: int) -> np.ndarray:
-    """Return `--rows-per-rank` lengths per rank: from a longer trace, or by repeating a file's lengths."""
-    count = ranks * arguments.rows_per_rank
-    if arguments.lengths in TRACES:
-        return trace(arguments.lengths, count, arguments.longest, seed=arguments.seed)
-    return np.resize(_lengths(arguments), count)
-
-
-def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
-    aligned, budget = align(lengths, arguments.pad_to_multiple), arguments.max_tokens
-    over = int((aligned > budget).sum())
-    bound = lower_bound(aligned[aligned <= budget], budget) + over
-    steps = -(-lengths.size // (arguments.mini_batch_size or lengths.size))
-    text = f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():,.0f}, longest "
-    text += f"{int(lengths.max()):,}"
-    # Only `plan` has the option, and fixed microbatches have no budget.
-    has_budget = vars(arguments).get("mode") != "fixed" or arguments.compare
-    if has_budget:
-        text += f"; a budget of {budget:,} needs at least {bound:,} microbatch{'es' * (bound != 1)} in all"
-    if steps > 1:
-        text += f"; numbers are totals over all {steps:,} optimizer steps"
-    if over and has_budget:
-        text += (
-            f"\n{over:,} sequences exceed the budget: each gets its own microbatch here; training refuses them "
-            "unless batching.overlong is set"
-        )
-    return text
-
-
-def _lengths(arguments: argparse.Namespace) -> np.ndarray:
-    """Return the lengths to plan."""
-    if arguments.lengths in TRACES:
-        return trace(arguments.lengths, arguments.rows, arguments.longest, seed=arguments.seed)
-    path = Path(arguments.lengths)
-    if arguments.record is not None:
-        return np.asarray(arguments.record.lengths, dtype=np.int64)
-    if not os.path.exists(path) and not path.suffix:
-        raise DataError(
-            f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, "
-            f"or one of {', '.join(TRACES)}"
-        )
-    return read_lengths(path, arguments.column)
-
-
 def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = "best_fit_decreasing") -> Batching:
     """Return a batching that keeps all sequences: one over the budget gets its own microbatch."""
     batching = replace(
@@ -370,6 +328,8 @@ def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = 
         overlong="own_microbatch",
         share_prompts=False,
     )
+    if arguments.prompts is not None:
+        batching = arguments.prompts.shared_in(batching)
     return replace(batching, max_tokens=None) if mode == "fixed" else batching
 
 

@@ -4,10 +4,13 @@ import argparse
 import os
 from pathlib import Path
 
+import numpy as np
+
 from rlpack.batch.errors import DataError
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import LENGTHS, METRICS
 from rlpack.observe.sinks import read_records
+from rlpack.packing.analysis.shared_prompts import SharedPrompts
 
 # Options without effect on each batching mode.
 _UNREAD = {
@@ -43,6 +46,15 @@ def _why_no_lengths(run_dir: Path) -> str:
     )
 
 
+def _prompts(arguments: argparse.Namespace, record: PlanRecord) -> SharedPrompts | None:
+    """Return the prompts that rows share; None if none of the plans can share them."""
+    packs = "compare" in arguments.given or vars(arguments).get("mode", "packed") == "packed"
+    can_share = packs and arguments.pad_to_multiple == 1 and not record.whole_groups
+    if not can_share or record.groups is None or record.prefixes is None:
+        return None
+    return SharedPrompts(np.array(record.groups, dtype=np.int64), np.array(record.prefixes, dtype=np.int64))
+
+
 def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
     """Set options that were not given from the run, and return a line that lists them.
 
@@ -70,4 +82,9 @@ def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
         texts.append("FLOPs of its model")
     if plans and batching.divisible_by > 1:
         texts.append(f"microbatches in multiples of {batching.divisible_by}")
+    arguments.prompts = _prompts(arguments, record)
+    if batching.share_prompts:
+        texts.append(f"{'without ' if arguments.prompts is None else ''}batching.share_prompts")
+    if record.whole_groups:
+        texts.append("without keeping groups whole")
     return f"as in step {record.step} of {arguments.lengths}: {', '.join(texts)}" if texts else ""

@@ -187,8 +187,8 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
         )
     if not measured_rates.has_exact_lengths:
         yield (
-            f"response lengths are approximate, because {LENGTHS} of the run has only those of rows with their prompts; "
-            "this version of rlpack stores those of responses, too, so a newer run gives them"
+            f"response lengths are approximate, because {LENGTHS} of the run has only those of rows with their prompts"
+            "; this version of rlpack stores those of responses, too, so a newer run gives them"
         )
     if measured_rates.hides_scoring and given.score_s is None:
         yield (

@@ -118,8 +118,8 @@ class PlanRecord:
             mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
             cost=Cost(**values["cost"]) if values.get("cost") else None,
             seed=check_seed(values.get("seed", 0)),
-            groups=_optional(values, "groups"),
-            prefixes=_optional(values, "prefixes"),
+            groups=_optional(values, "groups", len(lengths)),
+            prefixes=_optional(values, "prefixes", len(lengths)),
             whole_groups=bool(values.get("whole_groups", False)),
             responses=_responses(values, lengths),
         )
@@ -156,9 +156,18 @@ class PlanRecord:
         return {TITLES[mode]: self.plan(mode) for mode in modes}
 
 
-def _optional(values: dict[str, Any], name: str) -> tuple[int, ...] | None:
-    """Return one whole number per row; None if there are none."""
-    return None if values.get(name) is None else tuple(check_integers(values[name], name).tolist())
+def _optional(values: dict[str, Any], name: str, num_rows: int) -> tuple[int, ...] | None:
+    """Return one whole number per row; None if there are none.
+
+    Raises:
+        ValueError: they are not whole numbers, or not one per row.
+    """
+    if values.get(name) is None:
+        return None
+    integers = tuple(check_integers(values[name], name).tolist())
+    if len(integers) != num_rows:
+        raise ValueError(f"{name} has {len(integers)} entries for {num_rows} lengths")
+    return integers
 
 
 def _responses(values: dict[str, Any], lengths: Sequence[int]) -> tuple[int, ...] | None:
@@ -167,11 +176,9 @@ def _responses(values: dict[str, Any], lengths: Sequence[int]) -> tuple[int, ...
     Raises:
         ValueError: they are not one per row, or longer than it.
     """
-    responses = _optional(values, "responses")
+    responses = _optional(values, "responses", len(lengths))
     if responses is None:
         return None
-    if len(responses) != len(lengths):
-        raise ValueError(f"responses has {len(responses)} entries for {len(lengths)} lengths")
     for row, (response, length) in enumerate(zip(responses, lengths, strict=True)):
         if not 0 <= response <= length:
             raise ValueError(f"the response of row {row} has {response} tokens, and the row {length}")

@@ -12,10 +12,10 @@ import numpy as np
 
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.analysis.metrics import microbatch_costs, microbatch_slots
+from rlpack.packing.analysis.shared_prompts import SharedPrompts, plan_rows
 from rlpack.packing.batching import Algorithm, Batching, Mode
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH
-from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
 
 FORWARD_AND_BACKWARD = 3.0
@@ -89,6 +89,7 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
 
     `cost` is in FLOPs of a forward pass (`rlpack.models.flops`).
 
+    >>> from rlpack.packing.make_plan import make_plan
     >>> plan = make_plan([100, 50], Batching(max_tokens=100), dp_size=2)
     >>> expected = forecast(plan, Cost(1e9), Device(flops_per_s=1e12, overhead_s=0.0))
     >>> round(expected.step_s, 3), round(expected.idle_share, 3)
@@ -140,6 +141,7 @@ def suggest(
     device: Device,
     mini_batch_size: int | None = None,
     modes: Sequence[Mode] = ("packed", "dynamic"),
+    prompts: SharedPrompts | None = None,
 ) -> Suggestion:
     """Return the fastest batching, over modes, token budgets, alignments and packers, that fits into memory.
 
@@ -148,12 +150,13 @@ def suggest(
     Args:
         lengths: lengths of the sequences, int64 [B].
         batching: the current batching, and the source of all other options; its alignment is the smallest one tried.
-            Prompts are not shared, since lengths alone don't say which rows have one in common.
+            Prompts are shared wherever they are given and the batching allows it.
         dp_size: number of data-parallel ranks.
         cost: FLOPs of a sequence's forward pass.
         device: device of each rank.
         mini_batch_size: rows of an optimizer step; None for all.
         modes: the modes to search.
+        prompts: the prompts of the sequences, if packed ones share them.
 
     Raises:
         PackingError: the longest sequence doesn't fit into memory.
@@ -161,7 +164,8 @@ def suggest(
     batching = batching.override(share_prompts=False)
 
     def suggestion(candidate: Batching) -> Suggestion:
-        plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
+        candidate = candidate if prompts is None else prompts.shared_in(candidate)
+        plan = plan_rows(lengths, candidate, prompts, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
         return Suggestion(candidate, forecast(plan, cost, device))
 
     room = int(device.max_slots * (1 - MEMORY_MARGIN))

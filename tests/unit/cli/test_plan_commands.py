@@ -8,7 +8,7 @@ import pytest
 from rlpack.cli.main import main
 from rlpack.config.compose import compose
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.packing import Batching, Cost, make_plan
+from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -366,4 +366,75 @@ def test_the_lengths_of_a_run_that_shares_prompts_can_be_compared_in_all_modes(
     PlanRecord.of(plan).write(tmp_path / "packing.json")
     code, out, _ = run(capsys, "plan", str(tmp_path), "--compare", "--suggest")
     assert code == 0
-    assert out.splitlines()[1].startswith("2 sequences, 70 tokens")  # whole rows, since their prompts aren't given
+    assert out.splitlines()[1].startswith("2 sequences, 70 tokens (20 of them in repeated prompts), mean 35")
+
+
+def run_with_shared_prompts(folder: Path, *, whole_groups: bool = False) -> MicrobatchPlan:
+    """Write a run of 8 prompts of 50 tokens with 4 responses of 10 each, on 2 ranks."""
+    plan = make_plan(
+        [60] * 32,
+        Batching(max_tokens=180, share_prompts=True),
+        dp_size=2,
+        groups=np.repeat(np.arange(8), 4),
+        split_groups=not whole_groups,
+        prefixes=[50] * 32,
+        cost=Cost(linear=1e12),
+    )
+    PlanRecord.of(plan, step=3).write(folder / "packing.json")
+    return plan
+
+
+def test_a_run_that_shares_prompts_is_planned_with_shared_prompts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = run_with_shared_prompts(tmp_path)
+    assert plan.metrics.num_microbatches == 4  # two prompts each: 2 × (50 + 4 × 10) of 180 tokens
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--tflops", "3", "--overhead-ms", "0")
+    first, headline, _, row, *_ = out.splitlines()
+    assert (code, first.endswith("(--kb-per-slot)")) == (0, True)
+    assert "FLOPs of its model, batching.share_prompts; " in first
+    assert headline == (
+        "32 sequences, 1,920 tokens (1,200 of them in repeated prompts), mean 60, longest 60; a budget of 180 needs at "
+        "least 4 microbatches in all"
+    )
+    assert float(row.split()[4]) == 2  # microbatches per rank
+    assert float(row.split()[8]) == pytest.approx(360)  # 360 tokens of a rank, 3 TFLOP each, at 3 TFLOPS
+
+
+def test_a_run_that_shares_prompts_is_simulated_with_shared_prompts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_with_shared_prompts(tmp_path)
+    for options in ("--ranks=2",), ("--ranks=2", "--rows-per-rank=16"), ("--ranks=4", "--rows-per-rank=16"):
+        _, out, _ = run(capsys, "simulate", str(tmp_path), *options)
+        lines = [line.split() for line in out.splitlines() if " × " in line and "batching" not in line]
+        cells = {mode: count for _, _, mode, count, *_ in lines}
+        assert cells == {"packed": "2", "dynamic": "6", "fixed": "1"}
+    assert "64 sequences, 3,840 tokens (2,400 of them in repeated prompts)" in out
+    assert "needs at least 8 microbatches" in out
+
+
+@pytest.mark.parametrize("options", [(), ("--mode", "dynamic"), ("--pad-to-multiple", "8")])
+def test_a_run_that_shares_prompts_and_is_planned_without_them_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    run_with_shared_prompts(tmp_path, whole_groups=not options)
+    code, out, _ = run(capsys, "plan", str(tmp_path), *options)
+    assert (code, "without batching.share_prompts" in out.splitlines()[0]) == (0, True)
+    assert ("without keeping groups whole" in out.splitlines()[0]) == (not options)
+    assert out.splitlines()[1].startswith("32 sequences, 1,920 tokens, mean 60, longest 60; a budget of 180 needs")
+
+
+def test_a_suggestion_for_a_run_that_shares_prompts_shares_them_or_gives_the_key_that_does_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_with_shared_prompts(tmp_path)
+    options = ("plan", str(tmp_path), "--suggest", "--kb-per-slot", "1000", "--tflops", "4000", "--overhead-ms", "100")
+    _, out, _ = run(capsys, *options)
+    suggested = out.splitlines()[-1]
+    assert "suggested: batching.mode=packed" in suggested
+    assert "batching.pad_to_multiple=1 batching.max_tokens=" in suggested
+    assert "share_prompts" not in suggested
+    assert "(0.370 s, 21.3% less" in suggested  # 360 tokens of a rank, 3 TFLOP each, in one microbatch instead of two
+    _, out, _ = run(capsys, *options, "--mode", "dynamic")
+    assert "batching.mode=dynamic batching.length_multiple=1 batching.share_prompts=false" in out.splitlines()[-1]

@@ -125,8 +125,8 @@ def test_a_plan_record_survives_the_file_and_makes_the_same_plan(tmp_path: Path,
     [
         *("", "[]", "{}", '{"lengths": ["x"]}', '{"step": 1, "lengths": [1], "batching": {"mode": 3}}'),
         *(
-            '{"step": 1, "lengths": [3], "batching": {}, "num_ranks": 1, "mini_batch_size": null, "responses": %s}' % each
-            for each in ("[1, 2]", "[4]", "[-1]")
+            '{"step": 1, "lengths": [3], "batching": {}, "num_ranks": 1, "mini_batch_size": null, ' + each + "}"
+            for each in ('"responses": [1, 2]', '"responses": [4]', '"responses": [-1]', '"groups": [0, 0]')
         ),
     ],
 )
