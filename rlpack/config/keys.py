@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from rlpack.config.foreign_names import foreign_answer, foreign_answer_by_last_part
 from rlpack.config.recipes import EVALUATE_TARGET, builtin_sections, find_recipe
 from rlpack.config.schema import Config
+from rlpack.config.sections.section import MAX_COUNT
 from rlpack.config.usual_names import USUAL_NAMES
 
 ANY_NAME = "<name>"
@@ -206,7 +207,7 @@ def _from_field(path: str, info: FieldInfo) -> Key:
 
 
 def _constraints(info: FieldInfo) -> Iterator[str]:
-    """Yield the numeric limits of a field as text, also those inside `X | None`."""
+    """Yield the numeric limits of a field as text, also those inside `X | None`, but not the upper limit of counts."""
     marks = list(info.metadata)
     for argument in get_args(info.annotation):
         for nested in get_args(argument)[1:]:
@@ -217,7 +218,7 @@ def _constraints(info: FieldInfo) -> Iterator[str]:
                 yield f">= {limit}"
             case Gt(gt=limit):
                 yield f"> {limit}"
-            case Le(le=limit):
+            case Le(le=limit) if limit != MAX_COUNT:
                 yield f"<= {limit}"
             case Lt(lt=limit):
                 yield f"< {limit}"

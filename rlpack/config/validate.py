@@ -41,6 +41,8 @@ _LIMITS = {
 }
 _UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument", "invalid_key"}
 _LONGEST_SHOWN = 80
+# Larger floats aren't written digit by digit, and may stand for another integer.
+_LARGEST_EXACT = 2**53
 
 
 def validate(composed: Mapping[str, Any]) -> Config:
@@ -155,7 +157,9 @@ def _problem(details: ErrorDetails, root: Key) -> str:
 
 def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
     """Describe the values that the key allows."""
-    kind, context = details["type"], details.get("ctx", {})
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
+        return f"write it as {int(value)}, without a point or an exponent"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
         return f"it has to be {words} {context[name]}"

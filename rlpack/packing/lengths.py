@@ -107,6 +107,8 @@ def check_count(value: Any, name: str, limit: int = MAX_LENGTH) -> int:
     Raises:
         PackingError: it is not; the message starts with `name`.
     """
+    if isinstance(value, float) and value.is_integer() and 1 <= value <= limit:
+        raise PackingError(f"{name} is {value!r}; write it as {int(value)}, without a point or an exponent")
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise PackingError(f"{name} is {value!r}; it has to be a whole number of at least 1")
     if value > limit:

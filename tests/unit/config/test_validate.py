@@ -35,7 +35,12 @@ def test_a_valid_mapping_becomes_the_config_that_it_describes():
     [
         ({"trainer": {"steps": "abc"}}, "trainer.steps is 'abc'; it has to be a whole number"),
         ({"trainer": {"steps": True}}, "trainer.steps is True; it has to be a whole number"),
-        ({"trainer": {"steps": 2.0}}, "trainer.steps is 2.0; it has to be a whole number"),
+        ({"trainer": {"steps": 2.5}}, "trainer.steps is 2.5; it has to be a whole number"),
+        ({"trainer": {"steps": 1e3}}, "trainer.steps is 1000.0; write it as 1000, without a point or an exponent"),
+        ({"batching": {"max_tokens": 1e4}}, "batching.max_tokens is 10000.0; write it as 10000, without a point or"),
+        ({"trainer": {"steps": 1e300}}, "trainer.steps is 1e+300; it has to be a whole number"),
+        ({"trainer": {"group_size": 2**31}}, "trainer.group_size is 2147483648; it has to be at most 2147483647"),
+        ({"sft_warmup": {"batch_size": 10**30}}, "it has to be at most 2147483647"),
         ({"trainer": {"steps": -1}}, "trainer.steps is -1; it has to be at least 0"),
         ({"trainer": {"prompts_per_step": 0}}, "trainer.prompts_per_step is 0; it has to be at least 1"),
         ({"trainer": {"group_size": 0}}, "trainer.group_size is 0; it has to be at least 1"),
