@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import load_state
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import discard_folder
@@ -90,6 +91,12 @@ def _tokenizer(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> Pr
     """Return the run's tokenizer; one of characters is built from the run's prompts, which must not have changed."""
     if config.model.path is not None or config.model.tokenizer is not None:
         return load_tokenizer(config.model)
-    tokenizer, prompts, held_out = load_splits(config)
-    check_same_prompts(LoadedCheckpoint(checkpoint, dict(state)), config, prompts, held_out)
+    try:
+        tokenizer, prompts, held_out = load_splits(config)
+        check_same_prompts(LoadedCheckpoint(checkpoint, dict(state)), config, prompts, held_out)
+    except DataError as error:
+        raise DataError(
+            "the tokenizer is built from the run's own prompts, so run the command in the directory where the run was "
+            f"started, with the same data: {error}"
+        ) from error
     return tokenizer

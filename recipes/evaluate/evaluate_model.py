@@ -58,6 +58,7 @@ from rlpack.recipes.driver.splits import cache_splits, load_held_out
 from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
 from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
 from rlpack.recipes.evaluate.identity_hashes import model_hash, reward_hash
+from rlpack.recipes.evaluate.run_prompts import warn_of_other_prompts
 from rlpack.recipes.preflight.config_checks import check_before_evaluation
 from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
 from rlpack.rollout.vllm.arguments import default_dtype
@@ -75,6 +76,7 @@ def main(config: Config) -> None:
     reader = answer_reader((one.target, one.arguments) for one in function_specs(config.reward).values())
     with _log_in(output), _loadable(config, output, console) as loadable:
         tokenizer, prompts = load_held_out(loadable)
+        warn_of_other_prompts(config, prompts)
         check_before_evaluation(loadable, tokenizer, prompts)
         hashes = {
             "prompts": prompts.fingerprint,

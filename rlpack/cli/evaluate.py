@@ -30,7 +30,7 @@ from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.evaluation.evaluation_dir import ROWS, arguments_of, check_output_dir, default_output_dir
 from rlpack.run_log import attached_log
 from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values, with_dtype_of
-from rlpack.startup.evaluation_checks import check_evaluation
+from rlpack.startup.evaluation_checks import check_evaluation, check_path_of_run
 from rlpack.user_code import UserCode, UserCodeError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
 _READ = (*_GROUPS, "evaluate", "seed", "roles", "judge", "job")
+# Keys that name other prompts than those of the run.
+_PROMPTS = {"data", "data.source", "data.validation_source"}
 _ROLES = ("rollout", "reward")
 _READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
 # Arguments of vLLM about the files that it loads.
@@ -94,6 +96,8 @@ def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) 
     values = _base_values(evaluated, overrides)
     if problems := list(_unused_scorers(overrides, has_judge="judge" in values)):
         raise ConfigError(problems)
+    if evaluated.state is not None and _PROMPTS.isdisjoint(_keys(overrides)):
+        check_path_of_run(values["data"]["source"])
     config = compose_evaluation(overrides, values)
     run = None if evaluated.state is None else run_config(evaluated.state)
     config = with_dtype_of(run, config)
@@ -148,7 +152,7 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
         # The run loads published weights, whatever the file format; an evaluation loads the export's safetensors.
         inherited = (values["rollout"].get("vllm") or {}).items()
         values["rollout"]["vllm"] = {name: value for name, value in inherited if name not in _LOADERS}
-    chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
+    chosen = set(_keys(overrides))
     if "roles.reward.target" in chosen:
         values.pop("judge", None)  # it was that of the run's reward role
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
@@ -198,7 +202,7 @@ def _unused_scorers(overrides: Sequence[str], *, has_judge: bool) -> Iterator[st
         overrides: Hydra overrides.
         has_judge: whether the run's own reward role may read `judge`.
     """
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    keys = _keys(overrides)
     has_judge = has_judge or any(key.startswith("roles.reward") for key in keys)
     for key in keys:
         section, _, name = key.partition(".")
@@ -212,6 +216,10 @@ def _unused_scorers(overrides: Sequence[str], *, has_judge: bool) -> Iterator[st
                 f"{key} has no effect on rlpack evaluate while reward functions score; leave it out, or let the judge "
                 f"score: roles.reward.target={JUDGE}"
             )
+
+
+def _keys(overrides: Sequence[str]) -> list[str]:
+    return [override.lstrip("+~").partition("=")[0] for override in overrides]
 
 
 def _is_sweep(override: str) -> bool:

@@ -91,6 +91,11 @@ def run_config(state: Mapping[str, Any]) -> Config:
     return Config.model_validate({name: saved[name] for name in names})
 
 
+def held_out_source(config: Config) -> str:
+    """Return the source of a run's held-out prompts."""
+    return config.data.validation_source or config.data.source
+
+
 def with_dtype_of(run: Config | None, config: Config) -> Config:
     """Return an evaluation's configuration with the type that the run's vLLM generated in, unless one is set.
 

@@ -1,8 +1,11 @@
 """The checks of `rlpack evaluate` that need neither PyTorch nor a cluster."""
 
+import os
 from pathlib import Path
 
+from rlpack.batch.errors import DataError
 from rlpack.config.schema import Config
+from rlpack.data.datasets import local_path
 from rlpack.data.hub import ask_hub
 from rlpack.models.errors import ModelError
 from rlpack.startup.dataset_checks import check_held_out, hub_datasets
@@ -40,6 +43,25 @@ def check_evaluation(config: Config, run: Config | None) -> None:
     if run is None:
         _check_tokenizer(config)
     check_held_out(config)
+
+
+def check_path_of_run(source: str) -> None:
+    """Raise if a run's path of its held-out prompts leads nowhere from the working directory.
+
+    Raises:
+        DataError: names the path and where it starts.
+    """
+    if source == "arithmetic":
+        return
+    try:
+        local_path(source)
+    except DataError as error:
+        if os.path.isabs(os.path.expanduser(source)):
+            raise
+        raise DataError(
+            f"{error}; {source} is the run's, relative to the directory where the run was started: run the command "
+            "there, or set data.source to the prompts to evaluate on"
+        ) from error
 
 
 def _check_tokenizer(config: Config) -> None:
