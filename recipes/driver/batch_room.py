@@ -52,7 +52,7 @@ class BatchRoom:
     def holds_one_more(self, number: int, started: Iterable[StartedBatch]) -> bool:
         """Return whether the batch of step `number` fits in the store with all of these.
 
-        It does if none of them holds anything: then it is the next one to be trained on.
+        Always true if none of them holds payloads: the batch is then the next to be trained on.
 
         Args:
             number: its step, for the warning if it doesn't fit.
@@ -90,6 +90,8 @@ class BatchRoom:
     def _evaluated_rows(self) -> int:
         """Return the rows of the largest evaluation; 0 if none runs during a step."""
         if self._session.config.evaluation.every >= self._session.config.trainer.steps:
-            return 0  # those before the first step and after the last are waited for
-        splits = [self._session.held_out, *self._session.evaluation_sets.values()]
-        return max(map(len, splits)) * self._session.config.evaluation.samples
+            return 0  # evaluations before the first step and after the last don't overlap a step
+        evaluation = self._session.config.evaluation
+        named = self._session.evaluation_sets.items()
+        splits = [self._session.held_out, *(split for name, split in named if not evaluation.sets[name].at_end)]
+        return max(map(len, splits)) * evaluation.samples

@@ -1,7 +1,7 @@
 """GradientWatch: gradients that are NaN or infinite are a warning; if they stay so, the run ends.
 
 A rank skips an optimizer step whose gradient isn't finite, so the weights stay as they are. A run that skips all of its
-steps from some point on would otherwise end well, with a model that has learned nothing since.
+steps from some point on would otherwise finish successfully, with a model that stopped learning at that point.
 """
 
 import logging
@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 # This many steps in a row that lose all of their updates end the run.
 MOST_LOST = 10
 _ADVICE = (
-    "lower its optimizer's learning_rate or max_grad_norm, set its precision=fp32, or look for rewards and advantages "
-    "that are too large"
+    "lower its optimizer's learning_rate, set its precision=fp32, or look for rewards and advantages that are too large"
 )
 
 
@@ -48,6 +47,6 @@ class GradientWatch:
             if self._lost[role] >= MOST_LOST:
                 raise NonFiniteGradientError(
                     f"step {step.number} of {step.progress.phase}: the gradient of the {role} has been NaN or infinite "
-                    f"in all optimizer steps of the last {MOST_LOST} steps, so it isn't trained any more; {_ADVICE}. "
-                    "A checkpoint from before is as good as its weights"
+                    f"in all optimizer steps of the last {MOST_LOST} steps, so its weights no longer change; {_ADVICE}"
+                    ". Then resume from the newest checkpoint"
                 )

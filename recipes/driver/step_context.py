@@ -131,9 +131,11 @@ class StepContext:
         taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
         self.advance(optimizer_steps=self.progress.optimizer_steps + round(sum(taken)))
         self.metrics["optimizer_steps"] = self.progress.optimizer_steps
-        for role in sorted({name.split("/")[0] for step in metrics for name in step if name.endswith("/grad_norm")}):
-            norms = [step[f"{role}/grad_norm"] for step in metrics]
-            self.nonfinite_updates[role] = (int(np.sum(~np.isfinite(norms))), len(norms))
+        for name in dict.fromkeys(name for step in metrics for name in step):
+            role, _, metric = name.partition("/")
+            if metric == "grad_norm":
+                norms = [step[name] for step in metrics if name in step]
+                self.nonfinite_updates[role] = (int(np.sum(~np.isfinite(norms))), len(norms))
         for name in dict.fromkeys(name for step in metrics for name in step):
             is_count = name.endswith("/skipped_steps")
             values = [step[name] for step in (metrics if is_count else measured) if name in step]

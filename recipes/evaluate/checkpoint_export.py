@@ -62,7 +62,7 @@ def deletion_explained(checkpoint: Path) -> Iterator[None]:
         if (checkpoint / MARKER).exists():  # it is deleted first
             raise
         raise CheckpointError(
-            f"the run has deleted {checkpoint} meanwhile, since it keeps only its newest checkpoints; run the command "
+            f"the run has since deleted {checkpoint}, because it keeps only its newest checkpoints; run the command "
             "again, or raise the run's checkpoint.keep"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Whether an evaluation reads the prompts that its run held out: the run's path may lead to another file by now."""
+"""Warn if an evaluation reads other prompts than its run held out, for example because the file has changed."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def warn_of_other_prompts(config: Config, prompts: Prompts) -> None:
         return
     with deletion_explained(Path(checkpoint)):
         state = load_state(Path(checkpoint))
-    run, source = run_config(state), config.data.source
+    run, source = run_config(state), held_out_source(config)
     if (source, config.data.validation_split) != (held_out_source(run), run.data.validation_split):
         return
     if prompts.fingerprint == state["held_out"] or _are_unchanged(run, state["held_out"]):

@@ -346,7 +346,7 @@ def _to_integers(values: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
     """Return integers or booleans [T, ...] as `dtype`, another such type.
 
     Raises:
-        DataError: a value is outside of the range of `dtype`, which torch would wrap without a word.
+        DataError: a value is outside of the range of `dtype`, which torch would silently wrap.
     """
     (low, high), (least, most) = _range_of(dtype), _range_of(values.dtype)
     if least < low or most > high:

@@ -207,7 +207,8 @@ def _print_suggestion(
         keys += [f"batching.length_multiple={batching.length_multiple}"]
     if batching.mode == "fixed":
         keys += [f"batching.micro_batch_size={batching.micro_batch_size}"]
-    if arguments.base is not None and arguments.base.share_prompts and not batching.share_prompts:
+    can_share = batching.mode == "packed" and batching.pad_to_multiple == 1
+    if arguments.base is not None and arguments.base.share_prompts and not can_share:
         keys += ["batching.share_prompts=false"]
     keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens}"]
     gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"

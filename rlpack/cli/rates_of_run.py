@@ -89,8 +89,13 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         score_s=phases.score_s,
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
     )
-    is_exact = record.responses is not None
-    run_rates = RunRates(responses, rates, train_ranks, None, phases.hides_scoring, is_exact)
+    run_rates = RunRates(
+        responses,
+        rates,
+        train_ranks,
+        hides_scoring=phases.hides_scoring,
+        has_exact_lengths=record.responses is not None,
+    )
     if token_s is not None:
         return run_rates._replace(rates=replace(rates, token_s=token_s))
     if _is_in_flight(config):

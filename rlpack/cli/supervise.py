@@ -1,9 +1,9 @@
 """`rlpack train supervise=N`: start a run again from its newest checkpoint after it failed, at most N times.
 
 The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
-wrong configuration or wrong data in the first attempt, Ctrl-C, a reader of standard output that has left, and a second
-failure in a row without a newer checkpoint in between. A restart that refuses what the first attempt accepted may lack
-a node or a service for a while, so it is tried again, after longer pauses.
+wrong configuration or wrong data in the first attempt, Ctrl-C, a closed pipe on standard output (exit code 141), and a
+second failure in a row without a newer checkpoint in between. A restart that refuses what the first attempt accepted
+may lack a node or a service for a while, so it is tried again, after longer pauses.
 """
 
 import ctypes
@@ -18,13 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlpack.cli.hydra_text import hydra_text
-from rlpack.observe.run_dir import CHECKPOINTS, LOG
+from rlpack.cli.signals import BROKEN_PIPE
+from rlpack.observe.run_dir import CHECKPOINTS, LOG, PHASES
 from rlpack.run_log import RunLog
 from rlpack.user_code import Interrupted
 
 log = logging.getLogger(__name__)
 
-DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 0, 1, 2, 3, 130
 # In the environment of an attempt: the process that supervises it, its number and the number of all attempts.
 _ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -32,8 +33,6 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _PAUSE_S = 3.0
 _LONGEST_PAUSE_S = 60.0
 _LOOK_S = 0.1
-# The folders of checkpoints that a run continues from; the stored reference policy is not one of them.
-_PHASES = ("sft_warmup", "train")
 # Signals that end a run on purpose.
 _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -90,7 +89,7 @@ def _report(run_dir: str, text: str, level: str = "ERROR") -> None:
 
 def newest_checkpoints(run_dir: Path) -> list[str]:
     """Return the names of the committed checkpoints of all phases, in order."""
-    marks = [mark for phase in _PHASES for mark in (run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")]
+    marks = [mark for phase in PHASES for mark in (run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")]
     return sorted(str(mark.parent.relative_to(run_dir)) for mark in marks)
 
 

@@ -95,7 +95,7 @@ def train(arguments: list[str]) -> int:
     try:
         import_from_working_directory()
         is_dry, memory_gb, arguments = split_options(arguments)
-        jobs = with_run_dirs(_without_a_trace(arguments) if is_dry else compose_jobs(arguments), datetime.now())
+        jobs = with_run_dirs(_compose_for_dry_run(arguments) if is_dry else compose_jobs(arguments), datetime.now())
         for job in jobs:
             # Optional packages and secrets are needed only where the run starts.
             (check_code if is_dry else check_environment)(job.config, os.environ)
@@ -127,8 +127,8 @@ def _run_jobs(jobs: Sequence[Job]) -> int:
     return 0
 
 
-def _without_a_trace(arguments: list[str]) -> list[Job]:
-    """Compose jobs that don't run: Hydra would create the directory of a sweep and those of its jobs."""
+def _compose_for_dry_run(arguments: list[str]) -> list[Job]:
+    """Compose the jobs of a dry run; Hydra would otherwise create the directories of a sweep."""
     with tempfile.TemporaryDirectory() as folder:
         return compose_jobs([*arguments, f"hydra.sweep.dir={hydra_text(folder)}"])
 

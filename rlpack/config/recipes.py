@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import ValidationError, create_model, model_validator
+from pydantic_core import PydanticSerializationError
 
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError, to_config_error
@@ -35,6 +36,7 @@ EVALUATE_TARGET = f"{BUILTIN_PACKAGE}.evaluate.evaluate_model"
 _FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"
+_YAML_TYPES = "numbers, strings, lists, tuples, enums, paths and dicts with string keys"
 _PLACES = "in the current directory or on Python's path"
 # Names that Hydra reads at the top of a config; those of pydantic are attributes of `Config`.
 _RESERVED = {"defaults", "hydra"}
@@ -352,9 +354,8 @@ def _default_problems(where: str, section: type[Section]) -> Iterator[str]:
     try:
         with UserCode(where, to_config_error):
             section.model_validate(default.model_dump(mode="json"))
+    except PydanticSerializationError as error:
+        yield f"{where} has a default that YAML can't express ({error}); use {_YAML_TYPES}"
     except ValidationError as error:
         keys = ", ".join(dict.fromkeys(str(name) for details in error.errors() for name in details["loc"][:1]))
-        yield (
-            f"{where} has a type that YAML can't express for {keys or 'some key'}; use numbers, texts, lists, tuples, "
-            "enums, paths and dicts whose keys are texts"
-        )
+        yield f"{where} has a type that YAML can't express for {keys or 'some key'}; use {_YAML_TYPES}"

@@ -26,8 +26,8 @@ Generated from the models in `rlpack/config/` by `python -m rlpack.config.refere
 The default is the value that `rlpack train` uses if nothing else is chosen. Where a preset in `configs/` sets it, the
 preset is named, together with the value without it: `rlpack train` starts from recipe=grpo, model=tiny, data=arithmetic
 and further presets, and another choice, such as recipe=ppo, brings its own values. `rlpack train --cfg job` shows the
-values of a command. `<name>` is a name that you choose. A whole number without another upper limit that has to be at
-least 1 may be at most 2147483647.
+values of a command. `<name>` is a name that you choose. Whole numbers with a minimum of 1 are at most 2147483647 unless
+another maximum is given.
 A section of a single recipe, such as `dapo`, exists only with that recipe; so do those of your own recipes. `evaluate`
 exists only with `rlpack evaluate`.
 """

@@ -18,7 +18,7 @@ class SinkError(ValueError):
 
 
 class SinkWriteError(RuntimeError):
-    """Metrics can't be written during a run; the message names the file, the cause and the way out."""
+    """Metrics can't be written during a run; the message names the file and the cause, and says what to do."""
 
 
 class ReportError(ValueError):

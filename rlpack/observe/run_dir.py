@@ -26,7 +26,7 @@ LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
 # The trained policy, a Hugging Face folder.
 MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
-_PHASES = ("sft_warmup", "train")
+PHASES = ("sft_warmup", "train")
 # Bytes of a file that are hashed at a time.
 _BLOCK = 1 << 20
 # The kernel limits paths to 4096 bytes; the longest ones below a run directory are those of a checkpoint's files.
@@ -44,14 +44,14 @@ def holds_run(run_dir: Path) -> bool:
 
 def holds_checkpoint(run_dir: Path) -> bool:
     """Return whether the directory contains a committed checkpoint, possibly damaged."""
-    return any(any((run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")) for phase in _PHASES)
+    return any(any((run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")) for phase in PHASES)
 
 
 def has_started(run_dir: Path) -> bool:
     """Return whether the run has written a record or a checkpoint."""
     metrics = run_dir / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or any(
-        any((run_dir / CHECKPOINTS / phase).glob("step-*")) for phase in _PHASES
+        any((run_dir / CHECKPOINTS / phase).glob("step-*")) for phase in PHASES
     )
 
 
@@ -218,8 +218,8 @@ def check_records(run_dir: Path, hashes: Mapping[str, Any]) -> None:
     Args:
         run_dir: the run directory. After the checkpoint's records come at most those of the evaluation after its step.
         hashes: `record_hashes` at the time of the checkpoint; older versions of rlpack wrote SHA-256 of whole files. If
-            it has none of a W&B run's id, W&B may have been switched on since. A file without a hash was written after
-            the checkpoint, so a resumed run empties it.
+            it has none of a W&B run's id, W&B may have been switched on since. An empty file without a hash is not a
+            change: it was first written after the checkpoint, and the resumed run has truncated it.
     """
     known = {name: found if isinstance(found, dict) else {"sha256": found} for name, found in hashes.items()}
     files = {name: run_dir / name for name in (METRICS, SAMPLES, WANDB_ID) if (run_dir / name).is_file()}

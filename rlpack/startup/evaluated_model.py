@@ -5,7 +5,7 @@ Nothing is written, so a run in progress can be evaluated. Files are verified by
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,11 @@ def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]
         )
     phase = phase or next(name for name in _PHASES if folders[name])
     asked = [folder for folder in folders[phase] if step is None or folder.name == f"step-{step}"]
-    existing = ", ".join(_choice_of(folder) for name in _PHASES for folder in folders[name])
     if not asked:
         of_step = "" if step is None else f" of step {step}"
         raise EvaluationError(
             f"the run in {run_dir} has no {_PHASES[phase]} checkpoint{of_step}; set --checkpoint to one that it has: "
-            f"{existing}"
+            f"{_existing(folders)}"
         )
     faults: list[str] = []
     for folder in asked:
@@ -159,11 +158,16 @@ def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]
             for text in faults:
                 logger.warning("a newer checkpoint is skipped: %s", text)
             return folder, _state(folder)
-        faults.append(f"{folder}: {fault if folder.exists() else 'the run has deleted it meanwhile'}")
+        faults.append(f"{folder}: {fault if folder.exists() else 'the run has since deleted it'}")
     raise CheckpointError(
-        f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore the "
-        f"files, or choose another by --checkpoint (there are {existing})"
+        f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore "
+        f"damaged files, or choose another by --checkpoint (there are {_existing(folders)})"
     )
+
+
+def _existing(folders: Mapping[str, Sequence[Path]]) -> str:
+    """Return the values of `--checkpoint` that a run has."""
+    return ", ".join(_choice_of(folder) for name in _PHASES for folder in folders[name] if folder.exists())
 
 
 def _parse_choice(choice: str) -> tuple[str | None, int]:

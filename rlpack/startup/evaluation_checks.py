@@ -46,7 +46,7 @@ def check_evaluation(config: Config, run: Config | None) -> None:
 
 
 def check_path_of_run(source: str) -> None:
-    """Raise if a run's path of its held-out prompts leads nowhere from the working directory.
+    """Raise if the run's path to its held-out prompts doesn't exist in the working directory.
 
     Raises:
         DataError: names the path and where it starts.
@@ -59,8 +59,8 @@ def check_path_of_run(source: str) -> None:
         if os.path.isabs(os.path.expanduser(source)):
             raise
         raise DataError(
-            f"{error}; {source} is the run's, relative to the directory where the run was started: run the command "
-            "there, or set data.source to the prompts to evaluate on"
+            f"{error}; {source} comes from the run's configuration and is relative to the directory where the run was "
+            "started: run the command there, or set data.source to the prompts to evaluate on"
         ) from error
 
 

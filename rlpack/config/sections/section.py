@@ -79,7 +79,7 @@ def from_plain(annotation: Any, value: Any) -> Any:
 
 
 def _as_option(option: Any, value: Any) -> Any:
-    """Return what a plain value stands for in one type of a union; None if it isn't plain for this type."""
+    """Return what a plain value stands for in one type of a union; None if this type has no such conversion."""
     kind, items = get_origin(option) or option, get_args(option)
     if isinstance(value, list) and kind is tuple:
         kinds = items if items and items[-1] is not ... and len(items) == len(value) else items[:1] * len(value)

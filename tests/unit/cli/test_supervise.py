@@ -165,7 +165,7 @@ sys.exit(1)
     assert attempts_of(tmp_path) == attempts
 
 
-def test_a_run_whose_reader_has_left_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_whose_standard_output_is_closed_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = f"""#!{sys.executable}
 import sys
 from pathlib import Path

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_its_run_deletes_while_it_is_verified_is_not_called_da
         return fault_of(folder)
 
     monkeypatch.setattr(evaluated_model, "fault_of", deleting)
-    with pytest.raises(CheckpointError, match="train/step-2: the run has deleted it meanwhile; restore"):
+    with pytest.raises(CheckpointError, match="train/step-2: the run has since deleted it; restore"):
         find_model("runs/mine", "2")
 
 

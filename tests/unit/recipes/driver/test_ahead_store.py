@@ -14,6 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Evaluation, Rollout, Trainer
+from rlpack.config.sections.held_out import EvaluationSet
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
@@ -199,6 +200,23 @@ def test_an_evaluation_during_a_step_has_room_next_to_the_batches(tmp_path: Path
     assert room.holds_one_more(2, [begun])
     run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": Evaluation(every=2)})
     assert not room.holds_one_more(2, [begun])
+
+
+def test_sets_that_are_evaluated_at_the_end_need_no_room_during_steps(
+    tmp_path: Path, payloads: Callable[..., Payloads], monkeypatch: pytest.MonkeyPatch
+):
+    run = payloads(tmp_path, 100, lead=2, publish="in_flight", engine="vllm")
+    evaluation = Evaluation(every=1, samples=1, sets={"test": EvaluationSet(source="t.jsonl", at_end=True)})
+    run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": evaluation})
+    run.session.evaluation_sets["test"] = cast(Any, range(10**6))
+    room, held_out = BatchRoom(run.session), len(run.session.held_out)
+    with run.store.lease("a batch") as lease:
+        run.put(1)
+        room.record_batch(lease, MOST_TOKENS)
+    begun = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
+    # Each row takes at most 1.25 bytes: those of two batches and a step, and the prompts that are held out.
+    assert 1.25 * (3 + held_out) <= 100
+    assert room.holds_one_more(2, [begun])
 
 
 def test_a_batch_too_large_to_fit_next_to_none_fails_though_the_step_waits_for_it(

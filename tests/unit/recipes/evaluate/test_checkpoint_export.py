@@ -142,17 +142,21 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("deleted", ["before", "during"])
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_an_error_that_says_so(tmp_path: Path, deleted: str) -> None:
+def test_a_checkpoint_that_its_run_deletes_during_an_evaluation_is_an_error_that_says_so(
+    tmp_path: Path, deleted: str
+) -> None:
     checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA))
     shutil.rmtree(checkpoint if deleted == "before" else checkpoint / "actor")
     (checkpoint / MARKER).unlink(missing_ok=True)
     with (
-        pytest.raises(CheckpointError, match=r"the run has deleted .*/step-3 meanwhile.*raise the run's checkpoint\.k"),
+        pytest.raises(
+            CheckpointError, match=r"the run has since deleted .*/step-3, because.*raise the run's checkpoint\.k"
+        ),
         exported_checkpoint(checkpoint, tmp_path / "model"),
     ):
         pass
     assert not (tmp_path / "model").exists()
-    with pytest.raises(CheckpointError, match="has deleted"), deletion_explained(checkpoint):
+    with pytest.raises(CheckpointError, match="has since deleted"), deletion_explained(checkpoint):
         (checkpoint / "actor" / "weights").read_bytes()
 
 

@@ -80,6 +80,7 @@ def test_a_file_of_the_same_name_in_another_directory_is_a_warning(
 
 
 def test_prompts_that_the_command_names_are_no_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(Path("held.jsonl"), ROWS[1:])
     evaluated(run, "data.validation_source=train.jsonl")
     evaluated(run, "data=jsonl", "data.source=train.jsonl")
     assert "other prompts" not in caplog.text
@@ -93,7 +94,7 @@ def test_a_path_that_leads_nowhere_is_an_error_that_says_where_it_starts(
     monkeypatch.chdir(other)
     with pytest.raises(
         DataError,
-        match=rf"no file held\.jsonl; .*{other}.*held.jsonl is the run's, relative to the directory where the run was",
+        match=rf"no file held\.jsonl; .*{other}.*held.jsonl comes from the run's config",
     ):
         evaluation_config(str(run), None, [])
     with pytest.raises(DataError, match=rf"data\.source is 'mine\.jsonl', but there is no such file in {other}$"):
