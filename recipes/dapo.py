@@ -67,7 +67,7 @@ def draw(session: Session, step: StepContext) -> Batch:
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
     initialize_reference(session)
-    batches = AheadQueue(session, draw)
+    batches = AheadQueue(session, draw, rounds=recipe_section(session.config, Dapo).max_rounds)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         rollouts, _ = batches.take(step)

@@ -85,7 +85,7 @@ from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, chec
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
-from rlpack.recipes.driver.late_groups import LateGroups, mini_batch_rows
+from rlpack.recipes.driver.late_groups import LateGroups, set_mini_batches
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 class AheadQueue:
     """The batches of a recipe's steps, drawn up to `trainer.lead` steps ahead."""
 
-    def __init__(self, session: Session, draw: Draw, draw_groups: DrawGroups = draw_groups) -> None:
+    def __init__(self, session: Session, draw: Draw, draw_groups: DrawGroups = draw_groups, *, rounds: int = 1) -> None:
         """Store the recipe's draw, and restore the batches in the checkpoint that the session continues from, if any.
 
         Create it before the first publication of weights: a restored run continues to count policy versions.
@@ -106,13 +106,14 @@ class AheadQueue:
             session: the run.
             draw: draws the batch of one step, in the context that it gets.
             draw_groups: with `trainer.late_groups.window`, draws the batch of one step group by group instead.
+            rounds: most rounds of `trainer.prompts_per_step` prompts that a draw takes.
 
         Raises:
             CheckpointError: a batch of the checkpoint can't be read.
             TypeError: see `check_late_draw`.
         """
         self._session, self._draw_batch, self._draw_groups = session, draw, draw_groups
-        self._lead, self._room = session.config.trainer.lead, BatchRoom(session)
+        self._lead, self._room = session.config.trainer.lead, BatchRoom(session, rounds)
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
         self._waiting: deque[StartedBatch] = deque()
@@ -166,20 +167,11 @@ class AheadQueue:
         """Return the scored rollouts that a step trains on, and record their metrics."""
         if self._late is not None:
             rollouts = self._late.take(own, step, self._replace_failed_engines)
-            self._set_mini_batches(rollouts.num_rows)
+            set_mini_batches(self._session, rollouts.num_rows)
             return rollouts
         rollouts = own.drawn(self._replace_failed_engines)
         step.metrics |= own.context.metrics_of_draw()
         return rollouts
-
-    def _set_mini_batches(self, num_rows: int) -> None:
-        """Have trained roles divide a batch into about as many optimizer steps as one of the usual size."""
-        rows = mini_batch_rows(self._session.config.trainer, num_rows)
-        if rows is None:
-            return
-        for group in self._session.groups.values():
-            if group.mini_batch_size is not None:
-                group.mini_batch_size = rows
 
     def drain(self) -> None:
         """Wait until all started batches are drawn.
@@ -205,13 +197,17 @@ class AheadQueue:
             self._room.record_step(step.lease, self._num_tokens)
             step.lease.release()
             self._release_taken()
-            self._begin_until(step.number + self._lead)
-        if self._session.evaluations.is_under_way or (self._waiting and not self._in_flight):
+        if self._session.evaluations.is_under_way:
             with step.timer("drain"):
                 self._session.finish_evaluation()
-                if not self._in_flight and (failure := self._failure_of_draw()) is not None:
-                    self._failure = failure
-                    return
+        if self._lead and self._taken is not None:  # batches that had no room before, or not next to the evaluation
+            # With in_flight, the next batch can still be started by `take`, after an evaluation that needs its room.
+            self._begin_until(step.number + self._lead, has_to=not self._in_flight)
+        if self._waiting and not self._in_flight:
+            with step.timer("drain"):
+                self._failure = self._failure_of_draw()
+            if self._failure is not None:
+                return
         sync_weights(self._session, step)
 
     def raise_failure(self) -> None:
@@ -237,6 +233,11 @@ class AheadQueue:
         The run is ending, so draws under way lose their roles; their failure no longer causes a warning.
         """
         self._has_ended = True
+
+    def holds_evaluation(self) -> bool:
+        """Return whether the object store has room for an evaluation while the next step trains."""
+        started = [one for one in self._holding() if one is not self._taken]
+        return self._room.holds_evaluation(started, draws_next=not self._waiting)
 
     def save(self, folder: Path) -> None:
         """Write the start positions of the waiting batches into a checkpoint; with drain, also the batches.
@@ -285,8 +286,8 @@ class AheadQueue:
         """Return whether a batch may be started before the previous one is drawn."""
         return self._in_flight and self._draws_once
 
-    def _begin_until(self, number: int) -> None:
-        """Start the batches after the last started one, in order, up to a step's batch."""
+    def _begin_until(self, number: int, *, has_to: bool = True) -> None:
+        """Start the batches after the last started one that have room, in order, up to a step's batch."""
         assert self._taken is not None
         while not self._has_ended:
             last = self._waiting[-1] if self._waiting else self._taken
@@ -298,15 +299,14 @@ class AheadQueue:
                 start = last.context.progress.prompts_consumed
             else:
                 return
-            if not self._room.holds_one_more(last.context.number + 1, self._holding()):
+            if not self._room.holds_one_more(last.context.number + 1, self._holding(), has_to=has_to):
                 return
             self._begin(last.context.number + 1, start)
 
     def _holding(self) -> list[StartedBatch]:
         """Return the batches whose payloads may be in the store."""
         late = [] if self._late is None else self._late.holding
-        taken = [one for one in (self._taken,) if one is not None and not any(one is other for other in late)]
-        return [*late, *taken, *self._waiting]
+        return list({id(one): one for one in (*late, self._taken, *self._waiting) if one is not None}.values())
 
     def _begin(self, number: int, start: int) -> None:
         """Start the batch of a step."""

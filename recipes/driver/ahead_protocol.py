@@ -7,6 +7,10 @@ from typing import Protocol
 class Ahead(Protocol):
     """The batches that are drawn ahead of their steps."""
 
+    def holds_evaluation(self) -> bool:
+        """Return whether the object store has room for an evaluation while the next step trains."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write the batches that no step has trained on yet into a checkpoint."""
         ...

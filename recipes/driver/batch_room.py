@@ -32,44 +32,47 @@ _MARGIN = 1.25
 class BatchRoom:
     """The room that batches take in a run's store, from what they have taken so far."""
 
-    def __init__(self, session: Session) -> None:
-        """Start without measurements."""
-        self._session = session
+    def __init__(self, session: Session, rounds: int = 1) -> None:
+        """Start without measurements.
+
+        Args:
+            session: the run.
+            rounds: most rounds of `trainer.prompts_per_step` prompts that a draw takes.
+        """
+        self._session, self._rounds = session, rounds
         self._lock = threading.Lock()
-        self._of_batches = self._of_steps = 0.0  # bytes per token
+        self._of_batches = self._of_steps = 0.0  # most bytes per token
+        self._least_of_batches = math.inf
         self._has_warned = False
 
     def record_batch(self, lease: Lease, num_tokens: int) -> None:
         """Record the peak of a batch's lease once the batch is drawn; it has `num_tokens` tokens."""
         with self._lock:
-            self._of_batches = max(self._of_batches, lease.peak_bytes / max(1, num_tokens))
+            of_batch = lease.peak_bytes / max(1, num_tokens)
+            self._of_batches = max(self._of_batches, of_batch)
+            self._least_of_batches = min(self._least_of_batches, of_batch)
 
     def record_step(self, lease: Lease, num_tokens: int) -> None:
         """Record the peak of a step's lease, apart from its batch of `num_tokens` tokens."""
         with self._lock:
             self._of_steps = max(self._of_steps, lease.peak_bytes / max(1, num_tokens))
 
-    def holds_one_more(self, number: int, started: Iterable[StartedBatch]) -> bool:
+    def holds_one_more(self, number: int, started: Iterable[StartedBatch], *, has_to: bool = True) -> bool:
         """Return whether the batch of step `number` fits in the store with all of these.
 
-        Always true if none of them holds payloads: the batch is then the next to be trained on.
+        Always true if none of them holds payloads and `has_to` is set: the batch is then the next to be trained on.
 
         Args:
             number: its step, for the warning if it doesn't fit.
             started: the batches that were started; those whose payloads were released take no room.
+            has_to: whether the batch has to be started now if it is the next one.
         """
         if math.isinf(self._session.store.budget):
             return True
-        with self._lock:
-            of_batches, of_steps = self._of_batches or _FIRST_BYTES, self._of_steps or self._of_batches or _FIRST_BYTES
-        trainer = self._session.config.trainer
-        num_rows = trainer.prompts_per_step * trainer.group_size
-        batch = self._bound(of_batches, num_rows)
+        batch, meanwhile = self._bounds()
         taken = [one.context.lease.held_bytes if one.is_drawn else batch for one in started]
-        if not any(taken):
+        if has_to and not any(taken):
             return True
-        of_step = num_rows * (1 + trainer.late_groups.share * (trainer.late_groups.window - 1))
-        meanwhile = self._bound(of_steps, of_step) + self._bound(of_batches, self._evaluated_rows())
         needed, room = sum(taken) + batch + meanwhile, self._session.store.room(self._session.rollout.ranks.nodes)
         if needed > room and self._of_batches and not self._has_warned:
             self._has_warned = True
@@ -80,6 +83,34 @@ class BatchRoom:
                 *(number, needed / 1e9, room / 1e9),
             )
         return needed <= room
+
+    def holds_evaluation(self, started: Iterable[StartedBatch], *, draws_next: bool) -> bool:
+        """Return whether an evaluation fits in the store while the next step trains.
+
+        Args:
+            started: the batches that were started.
+            draws_next: whether the batch of the next step is not among them.
+        """
+        if math.isinf(self._session.store.budget):
+            return True
+        batch, meanwhile = self._bounds()
+        taken = [one.context.lease.held_bytes if one.is_drawn else batch for one in started]
+        return sum(taken) + batch * draws_next + meanwhile <= self._session.store.room(
+            self._session.rollout.ranks.nodes
+        )
+
+    def _bounds(self) -> tuple[float, float]:
+        """Return the most bytes of a batch, and of a step and an evaluation together."""
+        with self._lock:
+            of_batches = self._of_batches or _FIRST_BYTES
+            # The batch that took the fewest bytes may have taken a single round.
+            of_rounds = max(of_batches, self._rounds * min(self._least_of_batches, of_batches))
+            of_steps = max(self._of_steps, of_batches)  # later steps may store more than the first ones
+        trainer = self._session.config.trainer
+        num_rows = trainer.prompts_per_step * trainer.group_size
+        of_step = num_rows * (1 + trainer.late_groups.share * (trainer.late_groups.window - 1))
+        meanwhile = self._bound(of_steps, of_step) + self._bound(of_batches, self._evaluated_rows())
+        return self._bound(of_rounds, num_rows), meanwhile
 
     def _bound(self, bytes_per_token: float, num_rows: float) -> float:
         """Return the most bytes that responses and their prompts take."""

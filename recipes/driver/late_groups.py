@@ -36,6 +36,7 @@ from rlpack.config.schema import Trainer
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd, concat_scored
 from rlpack.recipes.driver.reward_stages import report_rewards
 from rlpack.recipes.driver.rollout_stages import report_lengths
+from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
 
@@ -61,6 +62,16 @@ def mini_batch_rows(trainer: Trainer, num_rows: int) -> int | None:
     sizes = math.ceil(groups / steps), max(1, groups // steps)
     # The last step has at least half as many groups as the others, if one of the sizes allows that.
     return trainer.group_size * max(sizes, key=lambda count: min(0.5, ((groups - 1) % count + 1) / count))
+
+
+def set_mini_batches(session: Session, num_rows: int) -> None:
+    """Have trained roles divide a batch into about as many optimizer steps as one of the usual size."""
+    rows = mini_batch_rows(session.config.trainer, num_rows)
+    if rows is None:
+        return
+    for group in session.groups.values():
+        if group.mini_batch_size is not None:
+            group.mini_batch_size = rows
 
 
 class LateGroups:

@@ -367,9 +367,9 @@ class Session:
 
     def _evaluates_ahead(self, total: int, evaluate: Evaluate | None) -> bool:
         """Return whether the evaluation after the last step is due and may run while the next step trains."""
-        has_queue = self.ahead is not None and self.config.trainer.lead > 0
         is_between_steps = 0 < self.progress.step < total and not self.run.interrupted
-        return self.evaluations.is_due and has_queue and is_between_steps and isinstance(evaluate, EnginesOnly)
+        is_possible = self.config.trainer.lead > 0 and isinstance(evaluate, EnginesOnly) and is_between_steps
+        return self.evaluations.is_due and is_possible and self.ahead is not None and self.ahead.holds_evaluation()
 
     def _evaluate(self, total: int, evaluate: Evaluate | None) -> None:
         """Evaluate the policy after the last step if that is due; with a lead, while the next step trains."""

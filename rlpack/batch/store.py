@@ -64,7 +64,7 @@ class Store(Protocol):
         ...
 
     def room(self, nodes: Iterable[str]) -> float:
-        """Return the number of bytes that leases can hold at once if all of them are on these nodes."""
+        """Return the bytes that leases can hold at once if they are spread evenly over ranks on these nodes."""
         ...
 
     def lease(self, name: str) -> Lease:

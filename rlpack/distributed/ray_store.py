@@ -98,10 +98,16 @@ class RayStore:
         return max(0.0, _SPILLS_AT - self.budget / self.size) * total
 
     def room(self, nodes: Iterable[str]) -> float:
-        """Return the bytes that leases can hold at once if all of them are on these nodes."""
-        totals = self._room()
-        limit = _SPILLS_AT * sum(totals[node][1] for node in set(nodes) & totals.keys())
-        return min(self.budget, limit) - (self.in_flight - self._leased)
+        """Return the bytes that leases can hold at once if they are spread evenly over the ranks on these nodes.
+
+        Args:
+            nodes: the node of each rank.
+        """
+        totals, ranks = self._room(), Counter(nodes)
+        num_ranks = sum(ranks.values())
+        limits = [_SPILLS_AT * totals[node][1] * num_ranks / count for node, count in ranks.items() if node in totals]
+        with self._changed:
+            return min([self.budget, *limits]) - (self.in_flight - self._leased)
 
     def pop_peak_bytes(self) -> int:
         """Return the peak number of bytes held by leases since the last call; permanent payloads do not count."""
@@ -196,10 +202,11 @@ class RayStore:
         with self._changed:
             for node, size in claim.sizes.items():
                 self._of_node[node] += sign * size
+            size = sign * claim.size  # before `+=`: a collection of garbage in between may count, too
             if claim.leases is not None:
-                self._leased += sign * claim.size
+                self._leased += size
             for lease in claim.leases or ():
-                lease.count(sign * claim.size)
+                lease.count(size)
             self._peak = max(self._peak, self._leased)
             self._changed.notify_all()
 

@@ -112,6 +112,8 @@ class StoreLease:
 
     def count(self, size: int) -> None:
         """Count bytes that are stored or reserved under the lease, or freed if negative."""
+        if self.is_released:
+            return
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 

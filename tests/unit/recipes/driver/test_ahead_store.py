@@ -23,6 +23,7 @@ from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.batch_room import BatchRoom
 from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.evaluations import EnginesOnly
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
@@ -30,6 +31,7 @@ from tests.unit.recipes.driver.sessions import DATA, AnsweringGroup, session_of
 
 # Deadline of a wait for room: longer than a test may take.
 LONG_S = 60.0
+IN_FLIGHT = {"publish": "in_flight", "engine": "vllm"}
 # Tokens of a row, which is as long as a row can be.
 MOST_TOKENS = 100
 
@@ -123,7 +125,7 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
         assert time.monotonic() - began < seconds
 
 
-@pytest.mark.parametrize("mode", [{}, {"publish": "in_flight", "engine": "vllm"}])
+@pytest.mark.parametrize("mode", [{}, IN_FLIGHT])
 def test_a_draw_waits_for_the_room_of_the_step_in_progress_which_gives_it_before_it_waits_itself(
     tmp_path: Path, payloads: Callable[..., Payloads], mode: dict[str, Any]
 ):
@@ -173,7 +175,7 @@ def test_where_there_is_room_for_all_batches_later_ones_may_be_drawn_first(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", [{}, {"publish": "in_flight", "engine": "vllm"}])
+@pytest.mark.parametrize("mode", [{}, IN_FLIGHT])
 def test_no_batch_takes_the_room_that_the_step_in_progress_needs(
     tmp_path: Path, payloads: Callable[..., Payloads], mode: dict[str, Any]
 ):
@@ -200,6 +202,55 @@ def test_an_evaluation_during_a_step_has_room_next_to_the_batches(tmp_path: Path
     assert room.holds_one_more(2, [begun])
     run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": Evaluation(every=2)})
     assert not room.holds_one_more(2, [begun])
+
+
+@pytest.mark.parametrize(
+    ("mode", "budget"),
+    [({}, 140), ({}, 120), (IN_FLIGHT, 140), (IN_FLIGHT, 100), (IN_FLIGHT | {"lead": 2}, 100)],
+    ids=str,
+)
+def test_an_evaluation_neither_takes_room_of_the_next_step_nor_waits_for_it(
+    tmp_path: Path, payloads: Callable[..., Payloads], mode: dict[str, Any], budget: int
+):
+    run = payloads(tmp_path, budget, **mode)
+    evaluation = Evaluation(every=1, samples=1)
+    run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": evaluation})
+    evaluated: list[int] = []
+
+    @EnginesOnly
+    def evaluate(session: Session, step: StepContext) -> None:
+        with run.store.lease("an evaluation"):
+            kept = []
+            for _ in range(3):
+                kept.append(run.put(20))
+                time.sleep(0.1)
+        evaluated.append(step.number)
+
+    queue = AheadQueue(run.session, run.draw)
+    for step in run.session.steps("train", 4, evaluate):
+        queue.take(step)
+        own = []
+        for _ in range(2):
+            own.append(run.put(15))
+            time.sleep(0.1)
+        queue.publish(step)
+    assert run.session.progress.step == 4
+    assert evaluated == [0, 1, 2, 3, 4]
+
+
+def test_a_draw_of_several_rounds_may_take_the_room_of_each(tmp_path: Path, payloads: Callable[..., Payloads]):
+    run = payloads(tmp_path, 400, lead=1)
+    drawn = StartedBatch(
+        StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0, rollouts=run.rows(0)
+    )
+    rooms = [BatchRoom(run.session, rounds) for rounds in (1, 3, 4)]
+    with drawn.context.lease as lease:
+        kept = run.put(60)
+        for room in rooms:
+            room.record_batch(lease, MOST_TOKENS)
+        # The batch that was drawn holds 60 bytes; a round of the next one takes at most 75, and so does a step.
+        assert [room.holds_one_more(2, [drawn]) for room in rooms] == [True, True, False]
+        assert kept.is_readable
 
 
 def test_sets_that_are_evaluated_at_the_end_need_no_room_during_steps(
