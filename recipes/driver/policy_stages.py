@@ -190,7 +190,9 @@ def add_loss_weights(
         step.metrics["reference/kl_coef"] = session.kl_coef
     if "kl_sum" in rollouts:
         _record_kl(step, rollouts, rollouts)
-    step.report_plan(plan, keep=True, responses=rollouts["response_lengths"])
+    # A recipe may train on rows that it made itself, without the columns of generation.
+    responses = rollouts["response_lengths"] if "response_lengths" in rollouts else None
+    step.report_plan(plan, keep=True, responses=responses)
     scale = importance_scale(rollouts, session.config.algorithm.correction)
     return rollouts.union(_weights(session, rollouts, plan) | scale)
 
