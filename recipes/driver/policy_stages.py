@@ -191,7 +191,7 @@ def add_loss_weights(
     if "kl_sum" in rollouts:
         _record_kl(step, rollouts, rollouts)
     # A recipe may train on rows that it made itself, without the columns of generation.
-    responses = rollouts["response_lengths"] if "response_lengths" in rollouts else None
+    responses = rollouts.get("response_lengths")
     step.report_plan(plan, keep=True, responses=responses)
     scale = importance_scale(rollouts, session.config.algorithm.correction)
     return rollouts.union(_weights(session, rollouts, plan) | scale)
