@@ -24,7 +24,7 @@ from rlpack.packing import (
     warm_up_jit,
 )
 from rlpack.packing.analysis.calibration import calibrate
-from rlpack.packing.analysis.shared_prompts import plan_rows
+from rlpack.packing.analysis.shared_prompts import can_share_prompts, plan_rows
 from rlpack.packing.analysis.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.analysis.traces import TRACES
 
@@ -207,8 +207,7 @@ def _print_suggestion(
         keys += [f"batching.length_multiple={batching.length_multiple}"]
     if batching.mode == "fixed":
         keys += [f"batching.micro_batch_size={batching.micro_batch_size}"]
-    can_share = batching.mode == "packed" and batching.pad_to_multiple == 1
-    if arguments.base is not None and arguments.base.share_prompts and not can_share:
+    if arguments.base is not None and arguments.base.share_prompts and not can_share_prompts(batching):
         keys += ["batching.share_prompts=false"]
     keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens}"]
     gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"

@@ -12,6 +12,11 @@ from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.prefixes import owners_of
 
 
+def can_share_prompts(batching: Batching) -> bool:
+    """Return whether the mode and the alignment of a batching allow `share_prompts`."""
+    return batching.mode == "packed" and batching.pad_to_multiple == 1 and not batching.equal_rows
+
+
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
     """The prompts of a batch's rows.
@@ -36,8 +41,7 @@ class SharedPrompts:
 
     def shared_in(self, batching: Batching) -> Batching:
         """Return the batching with `share_prompts`, or without it if its mode or alignment allows no sharing."""
-        can_share = batching.mode == "packed" and batching.pad_to_multiple == 1 and not batching.equal_rows
-        return replace(batching, share_prompts=can_share)
+        return replace(batching, share_prompts=can_share_prompts(batching))
 
     def least_slots(self, lengths: np.ndarray, budget: int) -> np.ndarray:
         """Return the fewest slots of each row within the budget, int64 [n], whatever rows its microbatch holds.

@@ -193,15 +193,15 @@ def test_no_batch_takes_the_room_that_the_step_in_progress_needs(
 def test_an_evaluation_during_a_step_has_room_next_to_the_batches(tmp_path: Path, payloads: Callable[..., Payloads]):
     run = payloads(tmp_path, 240, lead=2, publish="in_flight", engine="vllm")
     room = BatchRoom(run.session)
-    begun = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
+    started = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
     with run.store.lease("step 0") as lease:
         run.put(60)
         room.record_batch(lease, MOST_TOKENS)
         room.record_step(lease, MOST_TOKENS)
     # Each takes at most 60 bytes and a quarter more: the batch that was started, the next one, and a step.
-    assert room.holds_one_more(2, [begun])
+    assert room.holds_one_more(2, [started])
     run.session.__dict__["config"] = run.session.config.model_copy(update={"evaluation": Evaluation(every=2)})
-    assert not room.holds_one_more(2, [begun])
+    assert not room.holds_one_more(2, [started])
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_sets_that_are_evaluated_at_the_end_need_no_room_during_steps(
     with run.store.lease("a batch") as lease:
         run.put(1)
         room.record_batch(lease, MOST_TOKENS)
-    begun = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
+    started = StartedBatch(StepContext(1, run.session.progress, lease=run.store.lease("batch 1")), 0)
     # Each row takes at most 1.25 bytes: those of two batches and a step, and the prompts that are held out.
     assert 1.25 * (3 + held_out) <= 100
-    assert room.holds_one_more(2, [begun])
+    assert room.holds_one_more(2, [started])
 
 
 def test_a_batch_too_large_to_fit_next_to_none_fails_though_the_step_waits_for_it(
