@@ -42,8 +42,9 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    releasing a step's payloads and its batch, which `publish` does before it waits. If the main thread is waiting for a
    draw, and only its own releases could make room for that draw, the draw fails at once
    (`rlpack.distributed.ray_store`). A batch that could take room that earlier ones, or the step in progress, still
-   need isn't started yet (`rlpack.recipes.driver.batch_room`). `publish` starts it once it has released these, before
-   it waits or loads weights, so with drain the batch has the same tokens as if it had been started by `take`.
+   need isn't started yet (`rlpack.recipes.driver.batch_room`). `publish` starts it once it has released these and
+   the evaluation under way has ended, before it loads weights, so with drain the batch has the same tokens as if it had
+   been started by `take`.
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
    it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
@@ -51,8 +52,8 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn, of which
    only that of step n + 1 goes before it. Neither order adds a publication between the start of a batch and the step
    that takes it, so the bound stays `lead`. The evaluation waits only for calls of roles, so it ends, and then the draw
-   and the publication that wait for it do. No step trains during evaluations before the first step and after the last,
-   so these are waited for.
+   and the publication that wait for it do. If the store has no room for it during a step, the run waits for it before
+   the step. No step trains during evaluations before the first step and after the last, so these are waited for.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
@@ -71,7 +72,7 @@ from rlpack.batch.batch_files import check_lists, read_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
-from rlpack.observe.sinks import as_numbers
+from rlpack.observe.metric_values import as_numbers
 from rlpack.recipes.driver.ahead_checkpoint import (
     FOLDER,
     LIST,

@@ -31,6 +31,7 @@ from rlpack.config.schema import Config
 from rlpack.observe.console import TITLES, Console, ProgressBar, Sample
 from rlpack.observe.errors import ReportError, RunTakenOverError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
+from rlpack.observe.metric_values import as_numbers
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
 from rlpack.observe.run_dir import (
     LENGTHS,
@@ -47,13 +48,12 @@ from rlpack.observe.sinks import (
     LogPhase,
     ResumePoint,
     Sink,
-    as_numbers,
     check_packages,
     close_sinks,
     open_sinks,
     read_records,
-    truncate_samples,
 )
+from rlpack.observe.stored_samples import truncate_samples
 from rlpack.observe.terminal import STANDARD_ERROR, discard, is_ignored_hangup, leave_closed_terminal
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.run_log import RunLog, attached_log, current_log

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import reprlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Any, Literal, Protocol, TextIO
 from rlpack.batch.errors import DataError
 from rlpack.config.schema import Logger
 from rlpack.installation import how_to_install
-from rlpack.observe.errors import MetricError, SinkError, SinkWriteError
+from rlpack.observe.errors import SinkError, SinkWriteError
 from rlpack.observe.metric_table import check_names
-from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID, read_samples
+from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
 from rlpack.safe_files import parse_json
 
 logger = logging.getLogger(__name__)
@@ -81,32 +80,6 @@ class ResumePoint:
         return first is None or int(record["step"]) < first
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as floats and ints; tensors and NumPy scalars of one number become floats.
-
-    A sink would otherwise write what no reader accepts.
-
-    >>> as_numbers({"recipe/difficulty": "hard"})
-    Traceback (most recent call last):
-    rlpack.observe.errors.MetricError: metric 'recipe/difficulty' is 'hard'; a metric is one number
-
-    Raises:
-        MetricError: a value is text, None or several numbers, or doesn't fit into a float.
-    """
-    return {name: _as_number(name, value) for name, value in metrics.items()}
-
-
-def _as_number(name: str, value: Any) -> float:
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-        text = " ".join(reprlib.repr(value).split())
-        raise MetricError(f"metric {name!r} is {text}; a metric is one number") from error
-    return value if type(value) is int else number  # written as 3 rather than 3.0
-
-
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics file in order.
 
@@ -156,17 +129,6 @@ def _lines(path: Path) -> Iterator[str]:
         return
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror or error}; make it readable") from error
-
-
-def truncate_samples(path: Path, point: ResumePoint) -> None:
-    """Delete the stored rollouts after the resume point."""
-    defaults = {"step": 0, "phase": "train"}  # for lines that lack them
-    retained = [sample for sample in read_samples(path) if point.covers(defaults | sample)]
-    if path.exists():
-        # Replaced atomically: a crash leaves the old file intact.
-        staging = path.with_name(path.name + ".tmp")
-        staging.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
-        os.replace(staging, path)
 
 
 class JsonlSink:
