@@ -167,7 +167,8 @@ class AheadQueue:
     def _rollouts_of(self, step: StepContext, own: StartedBatch) -> BatchedDataDict:
         """Return the scored rollouts that a step trains on, and record their metrics."""
         if self._late is not None:
-            rollouts = self._late.take(own, step, self._replace_failed_engines)
+            may_leave = self._room.holds_late_groups(self._holding(), draws_next=not self._waiting)
+            rollouts = self._late.take(own, step, self._replace_failed_engines, may_leave=may_leave)
             set_mini_batches(self._session, rollouts.num_rows)
             return rollouts
         rollouts = own.drawn(self._replace_failed_engines)
@@ -238,7 +239,7 @@ class AheadQueue:
     def holds_evaluation(self) -> bool:
         """Return whether the object store has room for an evaluation while the next step trains."""
         started = [one for one in self._holding() if one is not self._taken]
-        return self._room.holds_evaluation(started, draws_next=not self._waiting)
+        return self._room.holds_next_step(started, draws_next=not self._waiting)
 
     def save(self, folder: Path) -> None:
         """Write the start positions of the waiting batches into a checkpoint; with drain, also the batches.

@@ -1,4 +1,4 @@
-"""BatchRoom: whether the object store has room for a further batch that is drawn ahead.
+"""BatchRoom: whether the object store has room for a further batch that is drawn ahead, or for late groups.
 
 A batch that takes the room of an earlier one, or of the step in progress, would end the run: it is released after them,
 so they can't wait for it. Therefore, a batch is started only if the store has room at the same time for
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 
 from rlpack.batch.store import Lease
+from rlpack.distributed.errors import in_units
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 
@@ -43,7 +44,7 @@ class BatchRoom:
         self._lock = threading.Lock()
         self._of_batches = self._of_steps = 0.0  # most bytes per token
         self._least_of_batches = math.inf
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_late = False
 
     def record_batch(self, lease: Lease, num_tokens: int) -> None:
         """Record the peak of a batch's lease once the batch is drawn; it has `num_tokens` tokens."""
@@ -70,34 +71,52 @@ class BatchRoom:
         if math.isinf(self._session.store.budget):
             return True
         batch, meanwhile = self._bounds()
-        taken = [one.context.lease.held_bytes if one.is_drawn else batch for one in started]
-        if has_to and not any(taken):
+        taken = self._taken_by(started, batch)
+        if has_to and not taken:
             return True
-        needed, room = sum(taken) + batch + meanwhile, self._session.store.room(self._session.rollout.ranks.nodes)
+        needed, room = taken + batch + meanwhile, self._session.store.room(self._session.rollout.ranks.nodes)
         if needed > room and self._of_batches and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the batch of step %d is not drawn yet: with the batches before it, a step and an evaluation it may "
-                "take %.3g GB of the object store, and there is room for %.3g GB. It is drawn once earlier batches are "
+                "take %s of the object store, and there is room for %s. It is drawn once earlier batches are "
                 "trained on. Raise placement.in_flight_gb or placement.object_store_gb to draw further ahead",
-                *(number, needed / 1e9, room / 1e9),
+                *(number, in_units(needed), in_units(room)),
             )
         return needed <= room
 
-    def holds_evaluation(self, started: Iterable[StartedBatch], *, draws_next: bool) -> bool:
-        """Return whether an evaluation fits in the store while the next step trains.
+    def holds_next_step(self, batches: Iterable[StartedBatch], *, draws_next: bool) -> bool:
+        """Return whether the next step, and an evaluation during it, fit in the store with all of these.
 
         Args:
-            started: the batches that were started.
+            batches: the batches whose payloads are still in the store then.
             draws_next: whether the batch of the next step is not among them.
         """
         if math.isinf(self._session.store.budget):
             return True
         batch, meanwhile = self._bounds()
-        taken = [one.context.lease.held_bytes if one.is_drawn else batch for one in started]
-        return sum(taken) + batch * draws_next + meanwhile <= self._session.store.room(
-            self._session.rollout.ranks.nodes
-        )
+        needed = self._taken_by(batches, batch) + batch * draws_next + meanwhile
+        return needed <= self._session.store.room(self._session.rollout.ranks.nodes)
+
+    def holds_late_groups(self, batches: Iterable[StartedBatch], *, draws_next: bool) -> bool:
+        """Return `holds_next_step` for batches of which groups are left; log a warning the first time they don't fit.
+
+        All payloads of a batch stay in the store until its last group was trained on.
+        """
+        fits = self.holds_next_step(batches, draws_next=draws_next)
+        if not fits and self._of_batches and not self._has_warned_of_late:
+            self._has_warned_of_late = True
+            logger.warning(
+                "this step waits for all groups of its batch instead of leaving late ones to the next steps "
+                "(trainer.late_groups.window): the object store has no room for a batch with late groups next to the "
+                "following batch. Raise placement.in_flight_gb or placement.object_store_gb"
+            )
+        return fits
+
+    @staticmethod
+    def _taken_by(batches: Iterable[StartedBatch], most: float) -> float:
+        """Return the bytes that batches take, of which one that isn't drawn yet may take `most`."""
+        return sum(one.context.lease.held_bytes if one.is_drawn else most for one in batches)
 
     def _bounds(self) -> tuple[float, float]:
         """Return the most bytes of a batch, and of a step and an evaluation together."""

@@ -5,6 +5,9 @@ Step b takes the groups that have ended, of its own batch b and of what is left 
 1. It waits until all but `floor(share · P)` of the P groups of batch b have ended, and until all groups have ended
    whose window closes: those of batch b - w + 1 for a window of w steps, and at the last step all of them.
 2. It takes every group that has ended and was not taken. A group that is left is late; a later step takes it.
+3. If the object store has no room for a batch with late groups next to the following batch and step
+   (`rlpack.recipes.driver.batch_room`), it waits for all groups instead. A batch's payloads stay in the store until its
+   last group was trained on.
 
 A group of batch b is therefore taken once, at one of the steps b to b + w - 1. Nothing is dropped: the last of these
 steps waits for all groups that are left.
@@ -90,7 +93,9 @@ class LateGroups:
         self._taken: BatchedDataDict | None = None
         self._metrics: dict[str, float] = {}
 
-    def take(self, own: StartedBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
+    def take(
+        self, own: StartedBatch, step: StepContext, while_waiting: Callable[[], None], *, may_leave: bool = True
+    ) -> BatchedDataDict:
         """Return the rows of a step; a step that is run again gets the same rows.
 
         Group ids are distinct across batches, and rows are in the order of the stream of prompts.
@@ -99,12 +104,14 @@ class LateGroups:
             own: the batch of the step.
             step: gets the metrics of all rows.
             while_waiting: called repeatedly while this waits.
+            may_leave: whether groups may be left to later steps; otherwise this waits for all.
 
         Raises:
             RoleError: drawing or scoring a batch failed.
         """
         if self._number != step.number or self._taken is None:
-            self._wait(own, step.number, while_waiting)
+            waits_for_all = not may_leave or step.number == self._trainer.steps
+            self._wait(own, step.number, while_waiting, waits_for_all=waits_for_all)
             self._taken, self._metrics = self._pop(own, while_waiting)
             self._number = step.number
         step.metrics |= self._metrics
@@ -147,13 +154,13 @@ class LateGroups:
             left.append((batch, rows))
         return left
 
-    def _wait(self, own: StartedBatch, number: int, while_waiting: Callable[[], None]) -> None:
+    def _wait(self, own: StartedBatch, number: int, while_waiting: Callable[[], None], *, waits_for_all: bool) -> None:
         """Wait for the groups that step `number` can't do without."""
-        count, is_last = self._trainer.prompts_per_step, number == self._trainer.steps
+        count = self._trainer.prompts_per_step
         for batch in self.batches:
-            if is_last or batch.context.number + self._trainer.late_groups.window - 1 <= number:
+            if waits_for_all or batch.context.number + self._trainer.late_groups.window - 1 <= number:
                 batch.wait_for_groups(count, while_waiting)
-        own.wait_for_groups(count if is_last else count - self._most_late(), while_waiting)
+        own.wait_for_groups(count if waits_for_all else count - self._most_late(), while_waiting)
 
     def _most_late(self) -> int:
         """Return how many groups of its batch a step may leave to later ones."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -39,12 +39,21 @@ MOST_TOKENS = 100
 class Payloads:
     """Draws and steps that store payloads of a given size, which are never put anywhere."""
 
-    def __init__(self, folder: Path, budget: int, *, lead: int = 1, steps: int = 4, **rollout: Any) -> None:
-        trainer = Trainer(steps=steps, lead=lead, prompts_per_step=1, group_size=1)
+    def __init__(
+        self,
+        folder: Path,
+        budget: int,
+        *,
+        lead: int = 1,
+        steps: int = 4,
+        trainer: Mapping[str, Any] | None = None,
+        **rollout: Any,
+    ) -> None:
+        sizes = {"prompts_per_step": 1, "group_size": 1} | dict(trainer or {})
         data = DATA.model_copy(update={"max_prompt_tokens": MOST_TOKENS - 5})
         self.session = session_of(
             *(folder,),
-            trainer=trainer,
+            trainer=Trainer(steps=steps, lead=lead, **sizes),
             data=data,
             rollout=Rollout(max_new_tokens=5, **rollout),
             evaluation=Evaluation(every=steps),
@@ -109,8 +118,8 @@ class Payloads:
 
 @pytest.fixture
 def payloads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Payloads]:
-    def make(*args: Any, **named: Any) -> Payloads:
-        made = Payloads(*args, **named)
+    def make(*args: Any, of: Callable[..., Payloads] = Payloads, **named: Any) -> Payloads:
+        made = of(*args, **named)
         monkeypatch.setattr(ahead, "sync_weights", made.publish)
         return made
 
@@ -154,7 +163,7 @@ def test_no_later_batch_takes_the_room_of_an_earlier_one(
     assert within(30, run.walk) == [1, 2, 3, 4, 5, 6]
     held_back = [record.getMessage() for record in caplog.records if "is not drawn yet" in record.getMessage()]
     assert len(held_back) == 1
-    assert f"room for {budget / 1e9:.3g} GB. It is drawn once earlier batches are trained on" in held_back[0]
+    assert f"room for {budget} bytes. It is drawn once earlier batches are trained on" in held_back[0]
     assert "Raise placement.in_flight_gb or placement.object_store_gb" in held_back[0]
 
 
@@ -268,6 +277,64 @@ def test_sets_that_are_evaluated_at_the_end_need_no_room_during_steps(
     # Each row takes at most 1.25 bytes: those of two batches and a step, and the prompts that are held out.
     assert 1.25 * (3 + held_out) <= 100
     assert room.holds_one_more(2, [started])
+
+
+class LateGroups(Payloads):
+    """Draws of four groups, each of which stores 15 bytes; one group ends after the next two batches were begun."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        window = {"prompts_per_step": 4, "late_groups": {"window": 3, "share": 0.25}}
+        super().__init__(folder, budget, lead=1, steps=12, trainer=window, **IN_FLIGHT)
+        self.trained_on: list[str] = []
+        self.most_left = self.peak = 0.0
+
+    def draw_groups(self, session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:
+        step.advance(prompts_consumed=step.progress.prompts_consumed + 4)
+        for group in (3, 1, 0, 2):
+            time.sleep(0.2 if group == 2 and step.number % 3 == 1 else 0.0)
+            row = {
+                **self.rows(15),
+                "uid": [f"{step.number}.{group}"],
+                "group_ids": torch.tensor([group]),
+                "response_lengths": torch.tensor([1]),
+                "finish_reason": ["stop"],
+                "rewards": torch.ones(1),
+                "valid": torch.tensor([True]),
+            }
+            on_groups(Batch(BatchedDataDict(row, row_ids=[group]), as_scored))
+
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
+        versions = Ragged.from_rows([[self.weights.version]] * batch.num_rows, torch.int32)
+        return BatchedDataDict({"policy_version": versions})
+
+    def walk_late(self) -> None:
+        queue = AheadQueue(self.session, self.draw, self.draw_groups)
+        for step in self.session.steps("train", 12):
+            rows = queue.take(step).rollouts
+            self.trained_on += list(rows["uid"])
+            own = self.put(60)  # the step's payloads, next to those of the batches
+            self.peak = max(self.peak, self.store.in_flight)
+            assert own.is_readable
+            queue.publish(step)
+            self.most_left = max(self.most_left, step.metrics["rollout/groups_left"])
+
+
+@pytest.mark.parametrize("budget", [130, 160, 210, 260, 340, 420, 10**6])
+def test_groups_are_late_only_if_the_store_holds_their_batches_too(
+    tmp_path: Path, payloads: Callable[..., Payloads], budget: int, caplog: pytest.LogCaptureFixture
+):
+    run = cast(LateGroups, payloads(tmp_path, budget, of=LateGroups))
+    within(40, run.walk_late)
+    assert sorted(run.trained_on) == sorted(f"{step}.{group}" for step in range(1, 13) for group in range(4))
+    assert run.peak <= budget
+    warnings = [record.getMessage() for record in caplog.records if "waits for all groups" in record.getMessage()]
+    if budget <= 210:
+        assert run.most_left == 0
+        assert len(warnings) == 1
+        assert "Raise placement.in_flight_gb" in warnings[0]
+    elif budget == 10**6:
+        assert run.most_left > 0
+        assert not warnings
 
 
 def test_a_batch_too_large_to_fit_next_to_none_fails_though_the_step_waits_for_it(
