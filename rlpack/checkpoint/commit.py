@@ -32,10 +32,11 @@ from typing import Any
 
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import discard_folder, write_whole
+from rlpack.checkpoint.files import discard_folder
 from rlpack.checkpoint.publish import MANIFEST, MARKER, publish_folder, strict_json
 from rlpack.checkpoint.validity import FORMAT, STATE, fault_of, is_file, is_marked
 from rlpack.safe_files import read_json, read_object
+from rlpack.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 

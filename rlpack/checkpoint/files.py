@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlpack.safe_files import open_regular
+from rlpack.whole_files import flush
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +41,12 @@ def side_by_side(function: Callable[[T], R], files: Iterable[T]) -> Iterator[R]:
         yield from pool.map(function, files)
 
 
-def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def flush_tree(folder: Path) -> None:
     """Wait until a directory and everything in it is on disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             flush(Path(parent) / name)
         flush(Path(parent))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that exists with all of its content or not at all, and wait until it is on disk.
-
-    It is written as `.<name>`, which a crash may leave and the next call overwrites, and then renamed.
-    """
-    staging = path.with_name(f".{path.name}")
-    with staging.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    staging.replace(path)
-    flush(path.parent)
 
 
 def regular_files(folder: Path) -> list[Path]:

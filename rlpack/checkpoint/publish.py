@@ -6,7 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, side_by_side, write_whole
+from rlpack.checkpoint.files import flush_tree, regular_files, sha256_of, side_by_side
+from rlpack.whole_files import flush, write_whole
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 

@@ -17,6 +17,7 @@ from rlpack.path_suggestions import kind_of
 from rlpack.run_log import is_log_of_node
 from rlpack.safe_files import parse_json
 from rlpack.spans import FOLDER as SPANS
+from rlpack.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ _LONGEST_PATH = 3800
 # Files that a run reads or writes; the lock is checked separately.
 _FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
-_HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, SPANS, ".hydra", "logs", "multirun.yaml"})
+_HARMLESS = frozenset(
+    {f".{CONFIG}", LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, SPANS, ".hydra", "logs", "multirun.yaml"}
+)
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -165,8 +168,7 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
         before = read_config(run_dir)
         if has_started(run_dir) and not holds_checkpoint(run_dir):
             logger.warning("%s contains no checkpoint, so the run starts again from the beginning", run_dir)
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        (run_dir / CONFIG).write_text(text, encoding="utf-8")
+        write_whole(run_dir / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
     changed = changed_keys(before, config) if before else []

@@ -21,6 +21,7 @@ from rlpack.observe.errors import SinkError, SinkWriteError
 from rlpack.observe.metric_table import check_names
 from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
 from rlpack.safe_files import parse_json
+from rlpack.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +150,7 @@ class JsonlSink:
         if resume is not None:
             retained = [entry for entry in _read_lines(path) if resume.covers(entry[1])]
             self._started -= max((record["time_s"] for _, record in retained), default=0.0)
-            # Replaced atomically: a crash leaves the old file intact.
-            staging = path.with_name(path.name + ".tmp")
-            staging.write_text("".join(line.rstrip("\n") + "\n" for line, _ in retained), encoding="utf-8")
-            os.replace(staging, path)
+            write_whole(path, "".join(line.rstrip("\n") + "\n" for line, _ in retained))
         self._path = path
         self._stream: TextIO = path.open("a", encoding="utf-8")
 

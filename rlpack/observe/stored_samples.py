@@ -1,11 +1,11 @@
 """The stored rollouts of a run that is resumed."""
 
 import json
-import os
 from pathlib import Path
 
 from rlpack.observe.run_dir import read_samples
 from rlpack.observe.sinks import ResumePoint
+from rlpack.whole_files import write_whole
 
 
 def truncate_samples(path: Path, point: ResumePoint) -> None:
@@ -13,7 +13,4 @@ def truncate_samples(path: Path, point: ResumePoint) -> None:
     defaults = {"step": 0, "phase": "train"}  # for lines that lack them
     retained = [sample for sample in read_samples(path) if point.covers(defaults | sample)]
     if path.exists():
-        # Replaced atomically: a crash leaves the old file intact.
-        staging = path.with_name(path.name + ".tmp")
-        staging.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
-        os.replace(staging, path)
+        write_whole(path, "".join(json.dumps(sample) + "\n" for sample in retained))

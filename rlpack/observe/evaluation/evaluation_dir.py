@@ -21,6 +21,7 @@ from rlpack.config.roles import pool_of
 from rlpack.config.schema import Config
 from rlpack.observe.errors import EvaluationError
 from rlpack.observe.run_dir import LOCK, LOG, flat, holds_run
+from rlpack.whole_files import write_whole
 
 IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html", "samples.jsonl"
 # The folder of a checkpoint's model while it is evaluated. It is deleted afterwards, so no user's folder may have this
@@ -230,7 +231,5 @@ def _refuse(shown: str, differing: list[str]) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Replace a JSON file by a rename, so that a kill leaves either the old file or the new one."""
-    staging = path.with_name(f".{path.name}")
-    staging.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    os.replace(staging, path)
+    """Write or replace a JSON file as a whole."""
+    write_whole(path, json.dumps(document, indent=2) + "\n")
