@@ -1,5 +1,6 @@
 """Find the models that every rank holds as a whole before sharding, by trying to open them in the same way as ranks."""
 
+import os
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,7 @@ def bytes_at_start(config: Config, role: str, tokenizer: PreTrainedTokenizerBase
     """
     model, key = model_of(config, role)
     try:
-        if model.path is not None and not Path(model.path).expanduser().is_dir():
+        if model.path is not None and not Path(os.path.expanduser(model.path)).is_dir():
             check_in_parts(model, key=key, classifier=role == "reward_model")
             return 0
         if role == "reward_model":

@@ -1,5 +1,6 @@
 """Hashes of what an evaluation reads besides its arguments: it can't be continued once one of them has changed."""
 
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,7 @@ def model_hash(config: Config) -> str:
     if checkpoint is not None:
         with deletion_explained(Path(checkpoint)):
             return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
-    folder = Path(cast(str, config.model.path)).expanduser()
+    folder = Path(os.path.expanduser(cast(str, config.model.path)))
     files = [file for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))) if file.is_file()]
     if not files:
         # transformers sets the attribute only if the file came from the Hub.

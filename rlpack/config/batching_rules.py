@@ -1,4 +1,4 @@
-"""Rules about batching: budgets that hold alignments and the longest rollout, and roles that cut sequences alike."""
+"""Rules about batching: rows of a step, budgets that hold the longest rollout, and roles that cut sequences alike."""
 
 from collections.abc import Iterator
 
@@ -25,6 +25,19 @@ from rlpack.packing.batching import Batching
 
 # Roles whose batching has to drop the same tokens.
 _CUT_ALIKE = ("actor", "critic", "reference")
+# The driver plans each step. More rows than this take it minutes.
+MOST_ROWS = 1 << 20
+
+
+def step_size_problems(config: Config) -> Iterator[str]:
+    """Refuse steps of more rows than the driver can plan."""
+    trainer = config.trainer
+    rows = trainer.prompts_per_step * trainer.group_size
+    if recipe_of(config).generates and rows > MOST_ROWS:
+        yield (
+            f"trainer.prompts_per_step ({trainer.prompts_per_step}) · trainer.group_size ({trainer.group_size}) is "
+            f"{rows:,} rows, and a step has at most {MOST_ROWS:,}; lower trainer.prompts_per_step or trainer.group_size"
+        )
 
 
 def own_batching_problems(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ divided is checked without weights, by `rlpack.recipes.preflight.split_checks`.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def model_sizes(config: Config, role: str) -> ModelSizes:
     if path is None:
         return ModelSizes.of_settings(config.model.config)
     try:
-        settings = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((Path(os.path.expanduser(path)) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # loading says why
         return ModelSizes()
     return ModelSizes.of_settings(settings) if isinstance(settings, dict) else ModelSizes()

@@ -16,6 +16,7 @@ from rlpack.config.batching_rules import (
     alignment_problems,
     cut_problems,
     own_batching_problems,
+    step_size_problems,
     token_budget_problems,
 )
 from rlpack.config.compile_rules import compile_problems
@@ -362,6 +363,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     expert_problems,
     compile_problems,
     correction_problems,
+    step_size_problems,
     _mini_batches,
     _optimizer,
     _offload,

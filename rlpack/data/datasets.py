@@ -155,7 +155,7 @@ def local_path(source: str, key: str = "data.source") -> Path | None:
         DataError: the source is a path that does not exist.
     """
     try:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
     except RuntimeError as error:  # ~name of an unknown user
         raise DataError(f"there is no file {source}: {error}; set {key}") from error
     try:

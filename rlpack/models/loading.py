@@ -1,6 +1,7 @@
 """Load models and tokenizers from a folder or the hub, or build a new model from a config. Safetensors only."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -175,7 +176,7 @@ def check_same_tokenizer(path: str, revision: str | None, tokenizer: PreTrainedT
     Raises:
         ModelError: it has another tokenizer.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return  # loading checks that it has enough tokens
     loaded = _load(AutoTokenizer, path, key, hub_arguments(path, Model(path=path, revision=revision), key))
@@ -279,7 +280,7 @@ def hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str,
     Raises:
         ModelError: it is neither a folder nor a hub name, or it would run code without a revision.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
@@ -311,7 +312,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
             f"{key} is {name!r}, which can't be loaded: {missing}; set a folder that has it, or a hub name"
         )
     try:
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         if kind is AutoTokenizer and holds_character_tokenizer(folder):
             kind = PreTrainedTokenizerFast
         if kind is AutoTokenizer:  # mistral-common's tokenizer, for tekken.json, lacks split_special_tokens
@@ -326,7 +327,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         if "trust_remote_code" in str(error):
             raise remote_code_error(key, name) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        offline = arguments.get("local_files_only") and not Path(name).expanduser().exists()
+        offline = arguments.get("local_files_only") and not Path(os.path.expanduser(name)).exists()
         hint = (
             "there is no such folder, the hub can't be reached, and its cache has no such model" if offline else reason
         )
@@ -379,7 +380,7 @@ def with_attention(build: Callable[[str], PreTrainedModel], name: str, source: s
 
 def _missing_files(kind: Any, name: str) -> str | None:
     """Return the file that a folder lacks; None if complete or not a folder."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     needed = _TOKENIZER_FILES if kind is AutoTokenizer else _MODEL_FILES
     if not folder.is_dir() or any((folder / file).exists() for file in needed):
         return None

@@ -1,5 +1,6 @@
 """Open models to build them in parts: on the meta device, with the source of each rank's part of the weights."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -188,7 +189,7 @@ def _open_files(
     kind = _get_model_class(config, classes)
     if (reason := _why_whole(kind, config)) is not None:
         raise NotInPartsError(reason)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     source = str(folder) if folder.exists() else name
     download = {name: value for name, value in arguments.items() if name != "trust_remote_code"}
     paths = weight_paths(source, arguments)

@@ -6,6 +6,7 @@ how. The check therefore runs this loader on the meta device, on tensors with th
 
 import copy
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
     Raises:
         ModelError: gives the number of wrong weights and names the first.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     shapes = _shapes(folder) if folder.is_dir() else None
     if shapes is None:
         return

@@ -1,5 +1,6 @@
 """The value head in the files of `critic.path`, if they have one."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def stored_value_head(model: Model, hidden_size: int, key: str) -> dict[str, Ten
     """
     assert model.path is not None, "the head of a stored critic"
     arguments = hub_arguments(model.path, model, key)
-    folder = Path(model.path).expanduser()
+    folder = Path(os.path.expanduser(model.path))
     source = str(folder) if folder.exists() else model.path
     path = _head_file(source, arguments)
     if path is not None:

@@ -66,7 +66,7 @@ def check_path_of_run(source: str) -> None:
 
 def _check_tokenizer(config: Config) -> None:
     """Raise if the model's folder has no tokenizer and none is named."""
-    folder = Path(config.model.path or "").expanduser()
+    folder = Path(os.path.expanduser(config.model.path or ""))
     if config.model.tokenizer is None and folder.is_dir():
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             return

@@ -180,12 +180,12 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
     """Yield why the tokenizer of a folder doesn't fit the model or the recipe."""
     model = config.model
     source, key = (model.tokenizer, "model.tokenizer") if model.tokenizer else (model.path, "model.path")
-    folder = Path(source or "").expanduser()
+    folder = Path(os.path.expanduser(source or ""))
     if source is None or not (folder / "tokenizer.json").is_file():
         return
     try:
         size = _num_tokens(read_object(folder / "tokenizer.json"))
-        known = _vocabulary_size(Path(model.path).expanduser()) if model.path else None
+        known = _vocabulary_size(Path(os.path.expanduser(model.path))) if model.path else None
         has_no_end = _has_no_end(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         yield f"{key} is {source!r}, in which a JSON file can't be read ({error}); copy or download the folder again"
@@ -215,7 +215,7 @@ def _check_same_tokenizers(config: Config) -> None:
 
 def _vocabulary(source: str) -> dict[str, int]:
     """Return the ids of the tokens in a folder's tokenizer.json, {} if they can't be read."""
-    path = Path(source).expanduser() / "tokenizer.json"
+    path = Path(os.path.expanduser(source)) / "tokenizer.json"
     try:
         tokenizer = read_object(path)
         words = tokenizer["model"]["vocab"]

@@ -3,6 +3,7 @@
 Only what is certainly wrong is refused here; `rlpack.recipes.preflight` builds the model.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _unbuildable(kind: object, reason: str) -> ModelError:
 def _check_folder(key: str, path: str) -> None:
     """Raise if the config.json of a folder names a model type that transformers doesn't have."""
     try:
-        values = read_json(Path(path).expanduser() / "config.json")
+        values = read_json(Path(os.path.expanduser(path)) / "config.json")
     except (OSError, ValueError):
         return  # a hub name, or a file that its own check refuses
     if not isinstance(values, dict):

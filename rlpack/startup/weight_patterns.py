@@ -1,5 +1,6 @@
 """Check patterns of weight names against the names that the model's source allows."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def _names(config: Config, section: str) -> WeightNames | None:
     path = config.critic.path if section == "critic.optimizer" and config.critic.path else config.model.path
     if path == config.model.path and config.model.trust_remote_code:
         return None
-    settings = config.model.config if path is None else _settings(Path(path).expanduser())
+    settings = config.model.config if path is None else _settings(Path(os.path.expanduser(path)))
     names = weight_names(str(settings.get("model_type")), settings)
     if names is None or section != "critic.optimizer":
         return names

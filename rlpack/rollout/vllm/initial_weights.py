@@ -1,5 +1,6 @@
 """The weights that vLLM starts with, in files that it reads."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from rlpack.rollout.layout_check import weights_and_buffers
 def initial_weights(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
     """Yield the model's folder or hub name; a new model is built and written, with equal weights for every engine."""
     if model.path is not None:
-        folder = Path(model.path).expanduser()
+        folder = Path(os.path.expanduser(model.path))
         yield str(folder) if folder.is_dir() else model.path
         return
     with tempfile.TemporaryDirectory(prefix="rlpack-vllm-") as folder:

@@ -22,6 +22,12 @@ def problems(**sections: Any) -> str:
     return ""
 
 
+def test_a_step_has_no_more_rows_than_the_driver_can_plan():
+    assert problems(trainer={"prompts_per_step": 1 << 10, "group_size": 1 << 10}) == ""
+    message = problems(trainer={"prompts_per_step": 32, "group_size": 2147483647})
+    assert "(32) · trainer.group_size (2147483647) is 68,719,476,704 rows, and a step has at most 1,048,576" in message
+
+
 def forward(role: str, **values: Any) -> dict[str, Any]:
     return {role: {"forward_batching": values}}
 

@@ -134,6 +134,10 @@ def test_the_nearest_folder_is_offered(folder):
     assert f"which is not a folder; did you mean {folder.parent / 'my-model'}?; set a folder, or a hub name" in message
 
 
+def test_the_home_of_a_user_who_does_not_exist_is_no_folder():
+    assert refusal(Path("~nobody-here/model")).startswith("model.path is '~nobody-here/model', which is not a folder")
+
+
 def test_a_model_that_neither_the_hub_nor_its_cache_has_is_refused(monkeypatch):
     def check_name(**sections: Any) -> None:
         check_model_files(Config(model=Model(path="some/thing"), **sections))
