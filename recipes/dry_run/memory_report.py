@@ -10,6 +10,7 @@ from rlpack.counted import counted
 from rlpack.distributed.errors import in_units
 from rlpack.models.live_bytes import Use
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch
+from rlpack.recipes.dry_run.role_memory import is_trained
 from rlpack.recipes.dry_run.run_memory import CONTEXT_BYTES, PROCESS_BYTES, PoolMemory, RunMemory
 
 # Memory of a microbatch, in addition to what a role keeps.
@@ -38,9 +39,10 @@ def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePla
             layout["vpp"] = role_parallel(config, role).vpp
         sizes = " × ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
         steps, count = each.plan.num_steps, each.per_step
+        unit = ("optimizer step",) if is_trained(config, role) else ("pass", "passes")
         yield (
-            f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {steps} "
-            f"optimizer step{'s' * (steps > 1)} of {count} microbatch{'es' * (count > 1)} per rank, {each.fill:.1%} of "
+            f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {counted(steps, *unit)} "
+            f"of {count} microbatch{'es' * (count > 1)} per rank, {each.fill:.1%} of "
             f"the slots filled; memory is for the largest, of {each.microbatch.slots:,} slots"
         )
 
@@ -72,10 +74,10 @@ def _pool_lines(pool: PoolMemory) -> Iterator[str]:
         yield f"engine: {in_units(engine.weights)} of weights, {in_units(engine.cache)} more {use}"
     outside = f"{in_units(CONTEXT_BYTES)}" if pool.on_gpu else f"{in_units(PROCESS_BYTES)}"
     what = "CUDA context and libraries" if pool.on_gpu else "Python and its libraries"
-    limit = f" of {in_units(pool.limit)}" if pool.on_gpu and pool.limit is not None else ""
+    limit = f" (limit {in_units(pool.limit)})" if pool.on_gpu and pool.limit is not None else ""
     yield (
-        f"a rank: {in_units(pool.kept)} always, {in_units(pool.peak)}{limit} at the peak, of which {outside} "
-        f"are assumed for {what}"
+        f"each rank: {in_units(pool.kept)} at all times, {in_units(pool.peak)} at the peak{limit}, including {outside} "
+        f"assumed for {what}"
     )
     if pool.on_gpu:
         whole = f", with up to {in_units(pool.whole)} for a whole model as a role starts" if pool.whole else ""

@@ -41,11 +41,11 @@ examples:
   rlpack evaluate runs/mine --checkpoint 40 evaluate.samples=16
   rlpack evaluate path/to/model data=jsonl data.source=test.jsonl reward.function=my_rewards:score
 
-A run's data, reward, rollout, placement and seed are the defaults of its evaluation, and so is the type that its vLLM
-generated in; a chosen group, such as data=jsonl, starts from the defaults of its section instead. data.source names the
-prompts; of a source with splits, data.validation_split is evaluated. Run the same command again to continue an
-interrupted evaluation, or with another evaluate.threshold, pass_at or resamples to compute the statistics again from
-the stored responses.
+An evaluation of a run uses the run's data, reward, rollout, placement and seed by default, and the dtype in which its
+vLLM generated. If you choose a group, such as data=jsonl, that section starts from its own defaults. data.source names
+the prompts; if it has splits, data.validation_split is evaluated. Run the same command again to continue an interrupted
+evaluation. To recompute the statistics from the stored responses, run it with another evaluate.threshold, pass_at or
+resamples.
 Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
@@ -126,8 +126,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--checkpoint",
         metavar="N",
-        help="step of the run's checkpoint, or sft_warmup/N for one of its supervised warm-up; by default, the newest "
-        "sound one",
+        help="step of the run's checkpoint, or sft_warmup/N for one of its supervised warm-up (default: the newest "
+        "undamaged checkpoint)",
     )
     return result
 

@@ -27,7 +27,8 @@ FAILED, WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _ENTRYPOINT = ("exec", "python", "-P", "-m", "rlpack", "train")
 _WRONG_CONFIG = (AlgorithmError, ConfigError, DataError, ModelError, PlacementError, RewardError, UserCodeError)
 _EPILOG = (
-    "Arguments after -- are passed to `rlpack train` on the cluster. Ray's own settings (RAY_AUTH_MODE) give the token."
+    "Arguments after -- are passed to `rlpack train` on the cluster. Ray's own settings (RAY_AUTH_MODE, "
+    "RAY_AUTH_TOKEN) provide the token."
 )
 
 
@@ -60,12 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         parser = commands.add_parser(name, description=text, epilog=_EPILOG if name == "submit" else None)
         parser.add_argument(
-            "--address", help=f"job server, http://head-node:8265 (RAY_API_SERVER_ADDRESS, {DEFAULT_ADDRESS})"
+            "--address",
+            help="the cluster's dashboard, such as http://head-node:8265 (default: RAY_API_SERVER_ADDRESS, or else "
+            f"{DEFAULT_ADDRESS})",
         )
         parser.set_defaults(run=run)
         return parser
 
-    submit = command("submit", _submit, "Run `rlpack train` as a job of a Ray cluster.")
+    submit = command("submit", _submit, "Run `rlpack train` as a job on a Ray cluster.")
     submit.add_argument(
         "--follow", action="store_true", help="show the job's log until it ends, and exit with its code"
     )

@@ -39,5 +39,6 @@ def lead_limit(run_dir: Path) -> LeadLimit:
     if not spec.runs_ahead:
         return LeadLimit(0, f"recipe={name} draws its batches itself")
     if not spec.draws_once:
-        return LeadLimit(1, f"recipe={name} knows where a batch begins only once the one before it is drawn")
+        reason = f"with recipe={name} the first prompt of a batch is known only once the previous batch is drawn"
+        return LeadLimit(1, reason)
     return LeadLimit(None)

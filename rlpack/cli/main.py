@@ -20,7 +20,8 @@ _EPILOG = """\
 examples:
   rlpack train                                                   the built-in task, on CPUs
   rlpack train recipe=sft trainer.steps=200
-  rlpack train model=pretrained model.path=Qwen/Qwen3-0.6B data=jsonl data.source=prompts.jsonl
+  rlpack train model=pretrained model.path=Qwen/Qwen3-0.6B data=jsonl data.source=prompts.jsonl \\
+    data.validation_source=held_out.jsonl reward.function=my_rewards:score
   rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
   rlpack train seed=1,2,3 --multirun                             one run for each seed
   rlpack train recipe=sft --dry-run                              estimate memory, and whether it fits; run nothing
@@ -86,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "evaluate", help="evaluate a model or a run's checkpoint (rlpack evaluate --help)", add_help=False
     )
-    commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
+    commands.add_parser("plan", help="show how given sequence lengths would be batched (rlpack plan --help)")
     commands.add_parser("simulate", help="show expected step times on more ranks (rlpack simulate --help)")
     commands.add_parser("serve", help="start vLLM's OpenAI-compatible server for a model (rlpack serve --help)")
-    commands.add_parser("submit", help="run `rlpack train` as a job of a Ray cluster (rlpack submit --help)")
+    commands.add_parser("submit", help="run `rlpack train` as a job on a Ray cluster (rlpack submit --help)")
     commands.add_parser("jobs", help="list a cluster's jobs")
     commands.add_parser("logs", help="show or follow a job's log")
     commands.add_parser("stop", help="stop a job after its step, with a checkpoint")

@@ -27,9 +27,9 @@ examples:
   rlpack serve path/to/reward_model                        a sequence classifier with one label
   rlpack serve path/to/model vllm.chat_template=chat.jinja
 
-vllm.<argument>=value passes any other argument of vLLM's engine or server, by vLLM's name. Every request needs the
-token, Authorization: Bearer <token>; it is new at each start, in a file that only you can read, or that of --token-env.
-Ctrl-C ends the server.
+vllm.<argument>=value passes any other argument of vLLM's engine or server, by vLLM's name. Every request except /health
+needs the header Authorization: Bearer <token>. Each start writes a new token to a file that only you can read, unless
+--token-env names a variable with yours. Ctrl-C ends the server.
 """
 OPTIONS = ("--host", "--port", "--max-length", "--dtype", "--kv-cache-gb", "--token-env", "--start-timeout")
 _ARGUMENT = re.compile(r"vllm\.(\w+)=")
@@ -100,7 +100,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="rlpack serve",
         usage="rlpack serve MODEL_OR_RUN [options] [vllm.<argument>=value …]",
-        description="Start vLLM's OpenAI-compatible server for a model, with a token, for this machine only.",
+        description="Start vLLM's OpenAI-compatible server for a model. Requests need a token. By default, only this "
+        "machine can connect (--host).",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

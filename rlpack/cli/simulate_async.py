@@ -73,7 +73,8 @@ def _parser() -> OptionParser:
     parser.add_argument("--ranks", help="ranks in all, for training and engines (8)")
     parser.add_argument("--leads", help="values of trainer.lead, separated by commas (0,1,2,4)")
     parser.add_argument(
-        "--max-staleness", help="leave out setups whose responses may be more policy versions old (no limit)"
+        "--max-staleness",
+        help="leave out setups in which a token may be more than this many policy versions old (default: no limit)",
     )
     for name, kind, meaning in _OPTIONS:
         parser.add_argument(f"--{name}", type=kind, help=meaning)

@@ -2,8 +2,8 @@
 
 The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
 wrong configuration or wrong data in the first attempt, Ctrl-C, a closed pipe on standard output (exit code 141), and a
-second failure in a row without a newer checkpoint in between. A restart that refuses what the first attempt accepted
-may lack a node or a service for a while, so it is tried again, after longer pauses.
+second failure in a row without a newer checkpoint in between. If a restart fails checks that the first attempt passed,
+a node or a service may be missing temporarily, so the restart is repeated after longer pauses.
 """
 
 import ctypes

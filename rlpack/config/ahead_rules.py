@@ -103,8 +103,8 @@ def _publish_problems(config: Config) -> Iterator[str]:
         )
     if lead > 1 and recipe_of(config).runs_ahead and not recipe_of(config).draws_once:
         yield (
-            f"trainer.lead is {lead}, but recipe={config.recipe.name} knows where a batch begins only once the one "
-            "before it is drawn; set trainer.lead=1"
+            f"trainer.lead is {lead}, but with recipe={config.recipe.name} the first prompt of a batch is known only "
+            "once the previous batch is drawn; set trainer.lead=1"
         )
 
 
@@ -129,8 +129,8 @@ def _late_problems(config: Config) -> Iterator[str]:
         )
     elif not recipe_of(config).draws_once:
         yield (
-            f"{name}, but recipe={config.recipe.name} knows where a batch begins only once the one before it is drawn "
-            "(RecipeSpec.draws_once); set trainer.late_groups.window=1"
+            f"{name}, but with recipe={config.recipe.name} the first prompt of a batch is known only once the previous "
+            "batch is drawn (RecipeSpec.draws_once); set trainer.late_groups.window=1"
         )
     if trainer.late_groups.share * trainer.prompts_per_step < 1:
         yield (

@@ -16,6 +16,7 @@ from rlpack.config.sections.late_group_settings import LateGroupSettings
 from rlpack.config.sections.optimization import Experts, Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.pools import Pool as Pool
+from rlpack.config.sections.records import Checkpoint, Logger
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
 from rlpack.config.sections.role_batching import ActorBatching, ForwardBatching, RoleBatching
@@ -30,7 +31,7 @@ BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_mo
 class Trainer(Section):
     """Batch sizes and the number of steps."""
 
-    steps: int = Field(default=50, ge=0, description="Rollout steps of the recipe.")
+    steps: int = Field(default=50, ge=0, description="Number of training steps; each trains on one rollout batch.")
     data_epochs: Positive | None = Field(
         default=None,
         description="Passes over the training prompts, from which the number of steps is then computed; null uses "
@@ -198,7 +199,10 @@ class Data(Section):
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(default="answer", description="Column with the reference answer; null for none.")
     completion_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
-    chat_template: bool = Field(default=False, description="Apply the tokenizer's chat template to prompts.")
+    chat_template: bool = Field(
+        default=False,
+        description="Render prompts with the tokenizer's chat template: text as one user message, or chat messages.",
+    )
     max_prompt_tokens: Count = Field(default=512, description="Maximum number of tokens in a prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What to do with longer prompts.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
@@ -263,8 +267,8 @@ class Rollout(Section):
     )
     request_timeout_s: Seconds = Field(
         default=600.0,
-        description="Deadline of one response by vLLM, its time in the engine's queue included, and of one call that "
-        "loads weights, which may also take at most half of placement.call_timeout_s, in s.",
+        description="Deadline of one response by vLLM, including its time in the engine's queue, and of one call that "
+        "loads weights (at most half of placement.call_timeout_s), in seconds.",
     )
     lora: Literal["merged", "adapter"] = Field(
         default="merged",
@@ -326,27 +330,6 @@ class Role(Section):
 def builtin_roles() -> dict[str, Role]:
     """Return the classes of the built-in roles."""
     return {name: Role(target=f"rlpack.workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES}
-
-
-class Logger(Section):
-    """Where metrics are logged; metrics.jsonl and report.html are always written."""
-
-    tensorboard: bool = Field(default=False, description="Write TensorBoard event files into the run directory.")
-    wandb: Literal["disabled", "offline", "online"] = Field(default="disabled", description="Weights & Biases.")
-    wandb_project: str = Field(default="rlpack", description="Project of the Weights & Biases run.")
-    samples: int = Field(default=2, ge=0, description="Rollouts printed after each evaluation.")
-
-
-class Checkpoint(Section):
-    """Resumable state."""
-
-    every: Count = Field(default=20, description="Steps between checkpoints, warm-up included; the last is saved, too.")
-    keep: Count = Field(default=2, description="How many of the newest checkpoints to keep.")
-    asynchronous: bool = Field(
-        default=False,
-        description="Write checkpoints while training continues. Steps then wait only until each rank has copied its "
-        "part of weights and optimizer state, which takes that much memory.",
-    )
 
 
 class Recipe(Section):

@@ -165,7 +165,7 @@ def deadline_error(
         return _stopped_error(f"no answer within {timeout_s:g} s", stopped, others)
     ranks = _ranks(sorted({call.rank for call in calls if call.role == calls[0].role}))
     way_out = (
-        "the process hangs, since the call ends by itself long before"
+        "the process hangs: the call should have ended by itself long before"
         if is_own
         else "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer"
     )

@@ -65,7 +65,7 @@ def read_token_again() -> None:
         config.initialize("")
         loader.instance().reset_cache()
     except AttributeError:
-        logger.warning("Ray %s can't read its token again; it may protect this run by none", ray.__version__)
+        logger.warning("Ray %s can't reload its token; this run's Ray cluster may be unprotected", ray.__version__)
 
 
 def forbid_implicit_start() -> None:

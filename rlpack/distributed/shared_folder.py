@@ -1,4 +1,4 @@
-"""A check that ranks on other nodes see the run's directory: what they write elsewhere, no resumed run would find."""
+"""Check that ranks on other nodes see the run directory; a resumed run would not find files written elsewhere."""
 
 import secrets
 import time

@@ -30,7 +30,7 @@ def no_signal_text(steps: Sequence[Mapping[str, Any]]) -> str:
     mean = lowest if lowest == highest else f"{lowest} to {highest}"
     return (
         f"no learning signal in {len(steps)} training steps: the rewards of each group are all equal (reward/mean is "
-        f"{mean}), so the policy gets no gradient but a KL term's. Read the completions in samples.jsonl and check why "
+        f"{mean}), so only a KL term has a gradient. Read the completions in samples.jsonl and check why "
         "none of them earns a different reward: the reward function, data.answer_column and rollout.max_new_tokens. A "
         "new model (model.path=null) has to learn the answers' format first: sft_warmup.steps, data.completion_column"
     )

@@ -58,9 +58,9 @@ def check_deterministic(engine: Generator, *, max_length: int, max_num_seqs: int
                 continue
             what = "tokens" if not torch.equal(tokens, together[0]) else "log-probs"
             raise EngineError(
-                f"rollout.deterministic=true: a row of {int(prompts.lengths[row])} prompt tokens has other {what} "
-                f"{name} than among {num_rows} rows, so this engine rounds by what it runs together; set "
-                "rollout.deterministic=false, or on a CPU rollout.dtype=fp32"
+                f"rollout.deterministic=true: a row of {int(prompts.lengths[row])} prompt tokens has different {what} "
+                f"{name} than among {num_rows} rows, so this engine's rounding depends on the rows that run together; "
+                "set rollout.deterministic=false, or on a CPU rollout.dtype=fp32"
             )
 
 

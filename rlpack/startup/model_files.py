@@ -159,7 +159,7 @@ def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-                yield f"{path.name} has {size:,} bytes, fewer than its header says; it is truncated or no safetensors"
+                yield f"{path.name} has {size:,} bytes, fewer than its header says; it is truncated or not safetensors"
                 return
             header = parse_json(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -30,7 +30,7 @@ class Compute(Section):
     compile: bool = Field(
         default=False,
         description="Compile the decoder layers with torch.compile, which fuses operations on GPUs; packed rows only. "
-        "The first steps take up to minutes longer.",
+        "The first steps can take minutes longer.",
     )
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
     offload: Offload = Field(

@@ -26,7 +26,7 @@ class Critic(RoleCompute):
     batching: RoleBatching = RoleBatching()
     forward_batching: ForwardBatching = ForwardBatching()
     warmup_steps: int = Field(
-        default=0, ge=0, description="First steps of the recipe, in which only the critic is trained."
+        default=0, ge=0, description="Number of steps at the start of the recipe that train only the critic."
     )
     gamma: Unit = Field(default=1.0, description="Discount factor γ, per token.")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalized advantage estimation.")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from rlpack.observe.metric_table import METRICS
+from rlpack.observe.metric_entries import METRICS
 from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, despine, from_zero
 from rlpack.observe.text import are_accuracies
 

@@ -17,8 +17,8 @@ from rlpack.batch.errors import DataError
 from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
-from rlpack.observe.metric_table import METRICS as METRIC_TABLE
-from rlpack.observe.metric_table import Metric
+from rlpack.observe.metric_entries import METRICS as METRIC_TABLE
+from rlpack.observe.metric_entries import Metric
 from rlpack.observe.report import plots
 from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.packing_picture import packing_picture

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlpack.observe.metric_table import METRICS
+from rlpack.observe.metric_entries import METRICS
 from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Records, Series, held_out_curves

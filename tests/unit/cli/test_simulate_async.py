@@ -374,10 +374,10 @@ def main(config): ...
         (
             "rlpack.recipes.dapo",
             ["0", "1", "1"],
-            "left out: trainer.lead=2, 4, because recipe=dapo knows where a batch",
+            "left out: trainer.lead=2, 4, because with recipe=dapo the first prompt",
         ),
         ("own_turns", ["0"], "left out: trainer.lead=1, 2, 4, because recipe=own_turns draws its batches itself"),
-        ("own_ahead", ["0", "1", "1"], "left out: trainer.lead=2, 4, because recipe=own_ahead knows where a batch"),
+        ("own_ahead", ["0", "1", "1"], "left out: trainer.lead=2, 4, because with recipe=own_ahead the first prompt"),
         ("removed_recipe", ["0", "1", "1", "2", "4"], "may refuse some of the leads, but can't be read: recipe.target"),
     ],
 )
@@ -412,8 +412,8 @@ def test_only_refused_leads_are_an_error(tmp_path: Path, capsys: pytest.CaptureF
     assert simulate(str(tmp_path), "--ranks", "3", "--leads", "2,4") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "rlpack simulate: --leads has 2, 4, but recipe=dapo knows where a batch begins only once the one before it is "
-        "drawn; include 1"
+        "rlpack simulate: --leads has 2, 4, but with recipe=dapo the first prompt of a batch is known only once the "
+        "previous batch is drawn; include 1"
     )
 
 

@@ -61,7 +61,7 @@ def test_weights_in_flight_allow_any_lead(recipe: str):
 def test_a_recipe_that_draws_until_a_batch_is_full_runs_one_step_ahead():
     assert problems("dapo", lead=1, generation=in_flight(), rollout="engines") == []
     (problem,) = problems("dapo", lead=2, generation=in_flight(), rollout="engines")
-    assert problem.startswith("trainer.lead is 2, but recipe=dapo knows where a batch begins only once")
+    assert problem.startswith("trainer.lead is 2, but with recipe=dapo the first prompt of a batch")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_window_needs_a_recipe_whose_batches_have_known_places(monkeypatch: py
     spec = RecipeSpec(runs_ahead=True, takes_late_groups=True)
     monkeypatch.setattr("rlpack.config.ahead_rules.recipe_of", lambda config: spec)
     (problem,) = problems(generation=in_flight(), late={"late_groups": {"window": 2}}, rollout="engines")
-    assert problem.startswith("trainer.late_groups.window is 2, but recipe=grpo knows where a batch begins only once")
+    assert problem.startswith("trainer.late_groups.window is 2, but with recipe=grpo the first prompt of a batch")
 
 
 def test_a_window_in_which_no_group_may_be_late_is_refused():

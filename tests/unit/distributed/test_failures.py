@@ -120,8 +120,8 @@ def test_a_stopped_rank_is_blamed_for_the_failure_of_one_that_waits_for_it():
 def test_a_call_with_a_deadline_of_its_own_advises_no_setting():
     error = deadline_error(calls_of("rollout.advance")[1:], 31.0, is_own=True)
     assert str(error) == (
-        "role rollout, rank 1, in advance: no answer from rank 1 within 31 s; the process hangs, since the call "
-        "ends by itself long before"
+        "role rollout, rank 1, in advance: no answer from rank 1 within 31 s; the process hangs: the call should "
+        "have ended by itself long before"
     )
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlpack.observe.metric_table import METRICS, UnknownMetricWarning, check_names, reference
+from rlpack.observe.metric_entries import METRICS
+from rlpack.observe.metric_table import UnknownMetricWarning, check_names, reference
 from rlpack.packing.analysis.metrics import PackingMetrics
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +19,7 @@ def test_the_reference_page_is_what_the_table_generates() -> None:
 
 
 def test_an_unknown_name_warns_with_the_place_to_add_it() -> None:
-    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.metric_table"):
+    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.metric_entries"):
         check_names(["reward/mean", "rewards/mean"])
 
 
