@@ -273,9 +273,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: the plan was made for other rows or other lengths.
         """
-        if plan.num_rows != self.num_rows:
-            raise DataError(f"the plan is for {plan.num_rows} rows and the batch has {self.num_rows}")
         counts = self.token_counts(lengths_from).numpy() if lengths_from in self else None
+        sharding.check_plan(plan, self.num_rows, counts)
         return [self._shard(plan.rank_plan(rank), counts, lengths_from) for rank in range(plan.num_ranks)]
 
     def _shard(self, plan: RankPlan, counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":

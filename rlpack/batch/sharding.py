@@ -101,20 +101,29 @@ def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
     return padded_layout(lengths, length)
 
 
+def check_plan(plan: MicrobatchPlan, num_rows: int, counts: np.ndarray | None) -> None:
+    """Raise a `DataError` unless a plan was made for a batch of `num_rows` rows of `counts` tokens, int64 [B].
+
+    The counts are None if the batch has no column of them.
+    """
+    if plan.num_rows != num_rows:
+        raise DataError(f"the plan is for {plan.num_rows} rows and the batch has {num_rows}")
+    planned = plan.request.lengths
+    if counts is not None and (differs := planned != counts).any():
+        row = int(differs.argmax())
+        raise DataError(
+            f"the plan has {planned[row]} tokens for row {row}, which has {counts[row]}; make the plan from the "
+            "batch's token_counts"
+        )
+
+
 def truncated_lengths(
     columns: Mapping[str, Column], plan: RankPlan, counts: np.ndarray, lengths_from: str
 ) -> dict[str, Tensor]:
     """Return the lengths, int64 [n], to which a plan cuts ragged columns, by column; empty if it cuts none.
 
     All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
-
-    Raises:
-        DataError: a row has fewer tokens than in the plan.
     """
-    longer = plan.lengths > counts[plan.rows]
-    if longer.any():
-        row = int(plan.rows[longer][0])
-        raise DataError(f"the plan has {int(plan.lengths[longer][0])} tokens for row {row}, which has {counts[row]}")
     source = lengths_of(columns[lengths_from])
     if source is None or (plan.lengths == counts[plan.rows]).all():
         return {}

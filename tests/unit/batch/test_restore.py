@@ -269,6 +269,13 @@ def test_a_plan_fits_the_batch_it_was_made_for():
         make([3, 4]).shard(plan)
     with pytest.raises(DataError, match="4 tokens for row 1, which has 1"):
         make([3, 1, 2]).shard(plan)
+    with pytest.raises(
+        DataError, match=r"2 tokens for row 2, which has 5; make the plan from the batch's token_counts"
+    ):
+        make([3, 4, 5]).shard(plan)
+    plan = plan_of(make([3, 9, 2]), Batching(max_tokens=4, overlong="truncate"), 2)
+    with pytest.raises(DataError, match="9 tokens for row 1, which has 8"):  # it would be cut to 4 all the same
+        make([3, 8, 2]).shard(plan)
 
 
 def test_two_kinds_of_batching_exclude_each_other():
