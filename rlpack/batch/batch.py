@@ -269,12 +269,14 @@ class BatchedDataDict(MutableMapping[str, Any]):
         """Return one batch per rank: its rows in dispatch order, its plan attached.
 
         Dropped rows are in no shard. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
+        Without that column, the plan's lengths can't be checked against the batch's, and the plan must truncate no row.
 
         Raises:
             DataError: the plan was made for other rows or other lengths.
+            MissingColumnError: the plan truncates rows, and there is no column `lengths_from`.
         """
         counts = self.token_counts(lengths_from).numpy() if lengths_from in self else None
-        sharding.check_plan(plan, self.num_rows, counts)
+        sharding.check_plan(plan, self.num_rows, counts, lengths_from)
         return [self._shard(plan.rank_plan(rank), counts, lengths_from) for rank in range(plan.num_ranks)]
 
     def _shard(self, plan: RankPlan, counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.columns import lengths_of, positions_of, same_lengths
-from rlpack.batch.errors import DataError
+from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
@@ -101,13 +101,22 @@ def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
     return padded_layout(lengths, length)
 
 
-def check_plan(plan: MicrobatchPlan, num_rows: int, counts: np.ndarray | None) -> None:
-    """Raise a `DataError` unless a plan was made for a batch of `num_rows` rows of `counts` tokens, int64 [B].
+def check_plan(plan: MicrobatchPlan, num_rows: int, counts: np.ndarray | None, lengths_from: str) -> None:
+    """Check that a plan was made for a batch of `num_rows` rows, of which row b has `counts[b]` tokens, int64 [B].
 
-    The counts are None if the batch has no column of them.
+    The counts are None if the batch has no column `lengths_from`.
+
+    Raises:
+        DataError: it was made for other rows or lengths.
+        MissingColumnError: it truncates rows, and there are no counts.
     """
     if plan.num_rows != num_rows:
         raise DataError(f"the plan is for {plan.num_rows} rows and the batch has {num_rows}")
+    if counts is None and plan.truncated.size:
+        raise MissingColumnError(
+            f"the plan truncates {plan.truncated.size} of {num_rows} rows, and the batch has no column {lengths_from!r} to cut; set "
+            "lengths_from= to the column whose lengths were planned"
+        )
     planned = plan.request.lengths
     if counts is not None and (differs := planned != counts).any():
         row = int(differs.argmax())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.errors import DataError
+from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.ragged import Ragged
 from rlpack.packing import Batching, PackingError, make_plan
 
@@ -276,6 +276,20 @@ def test_a_plan_fits_the_batch_it_was_made_for():
     plan = plan_of(make([3, 9, 2]), Batching(max_tokens=4, overlong="truncate"), 2)
     with pytest.raises(DataError, match="9 tokens for row 1, which has 8"):  # it would be cut to 4 all the same
         make([3, 8, 2]).shard(plan)
+
+
+def test_a_plan_that_truncates_needs_the_column_it_was_made_from():
+    batch = make([3, 9, 2]).rename({"input_ids": "tokens"})
+    lengths = batch.token_counts("tokens").numpy()
+    plan = make_plan(lengths, Batching(max_tokens=4, overlong="truncate"), dp_size=1)
+    with pytest.raises(
+        MissingColumnError, match=r"truncates 1 of 3 rows, .* no column 'input_ids' to cut; set lengths_from="
+    ):
+        batch.shard(plan)
+    (shard,) = batch.shard(plan, lengths_from="tokens")
+    assert sorted(shard["tokens"].lengths.tolist()) == [2, 3, 4]
+    (shard,) = batch.shard(make_plan(lengths, Batching(max_tokens=16), dp_size=1))  # there is nothing to cut
+    assert shard.num_rows == 3
 
 
 def test_two_kinds_of_batching_exclude_each_other():
