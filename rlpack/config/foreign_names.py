@@ -30,13 +30,6 @@ class ForeignName:
     keys: tuple[str, ...]
     note: str = ""
 
-    @property
-    def answer(self) -> str:
-        """What to write here, for a message."""
-        if not self.keys:
-            return f"there is no such key here: {self.note}"
-        return f"here it is {' and '.join(self.keys)}" + (f" ({self.note})" if self.note else "")
-
 
 @functools.cache
 def foreign_names() -> tuple[ForeignName, ...]:
@@ -67,8 +60,19 @@ def foreign_answer_by_last_part(path: str) -> str:
 def _answer(matching: Sequence[ForeignName]) -> str:
     if not matching or len({name.keys for name in matching}) > 1:
         return ""
-    owners = dict.fromkeys(f"{name.framework}'s" for name in matching)
-    return f"that is {' and '.join(owners)} name; {matching[0].answer}"
+    owners = [f"{framework}'s" for framework in dict.fromkeys(name.framework for name in matching)]
+    start = f"that is {' and '.join(filter(None, (', '.join(owners[:-1]), owners[-1])))} name; "
+    keys, note = matching[0].keys, _notes(matching)
+    if not keys:
+        return f"{start}there is no such key here: {note}"
+    return f"{start}here it is {' and '.join(keys)}" + (f" ({note})" if note else "")
+
+
+def _notes(matching: Sequence[ForeignName]) -> str:
+    """Return the note that all frameworks share, or else each framework's."""
+    if len({name.note for name in matching}) == 1:
+        return matching[0].note
+    return "; ".join(dict.fromkeys(f"{name.framework}: {name.note}" for name in matching if name.note))
 
 
 def _read(framework: str, name: str, row: Any) -> ForeignName:

@@ -70,6 +70,11 @@ def test_every_name_is_answered_by_its_own_row(name: ForeignName):
         ("epsilon_high", "that is TRL's name; here it is algorithm.clip_high"),
         ("num_generations", "that is TRL's name; here it is trainer.group_size"),
         ("trainer.num_generations", "that is TRL's and Tunix's name; here it is trainer.group_size"),
+        ("max_steps", "ROLL's and TRL's name; here it is trainer.steps (TRL: counts rollout batches, not optimizer"),
+        ("output_dir", "that is ROLL's and TRL's name; here it is run_dir"),
+        ("run.max_prompt_length", "that is verl's, TRL's and Tunix's name; here it is data.max_prompt_tokens (TRL: a"),
+        ("a.temperature", "that is verl's, NeMo-RL's, TRL's and Tunix's name; here it is rollout.temperature"),
+        ("kl_ctrl.target_kl", "verl's and ROLL's name; here it is algorithm.kl_target (in nats per response, not"),
         ("ppo_max_token_len_per_gpu", "the top level has: recipe,"),  # the actor's, or the critic's
         ("placement.pools.big.rank", "did you mean placement.pools.big.ranks?"),  # not the rank of an adapter
         ("trainer.beta", "that is TRL's and Tunix's name; here it is algorithm.kl_coef"),  # no key of trainer is nearer
@@ -82,6 +87,25 @@ def test_every_name_is_answered_by_its_own_row(name: ForeignName):
 )
 def test_a_name_is_matched_by_its_path_or_by_its_last_part_where_no_key_of_ours_is_nearer(path, answer):
     assert answer in unknown_key_problem(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("max_steps", "output_dir", "save_steps", "max_prompt_length", "temperature", "top_p", "weight_decay"),
+        *("max_grad_norm", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "report_to", "reward_funcs"),
+        *("vllm_mode", "vllm_importance_sampling_mode", "save_total_limit", "dataset_name"),
+    ],
+)
+def test_names_that_users_of_trl_write_first_are_answered(name):
+    assert f"{name} is not a key; that is " in (answer := unknown_key_problem(name))
+    assert "TRL's name; here it is " in answer
+
+
+@pytest.mark.parametrize("name", ["scale_rewards", "use_vllm", "importance_sampling_level", "report_to", "vllm_mode"])
+def test_names_of_trl_whose_values_differ_list_the_values(name):
+    (answer,) = (each for each in foreign_names() if (each.framework, each.name) == ("TRL", name))
+    assert "→" in answer.note or "=" in answer.note
 
 
 def test_a_section_of_another_framework_is_answered_key_by_key():
