@@ -7,7 +7,8 @@ single weight, such as single experts of stacked ones, are written piece by piec
 
 Invariants (tests/unit/models/test_model_export.py, tests/distributed/models/test_sharded_export.py):
 
-1. the tensors and the configuration files are those of `save_pretrained`, bit for bit;
+1. the tensors and the configuration files are those of `save_pretrained`, bit for bit, also with a generation config
+   that it refuses to save;
 2. the files don't depend on the number of ranks, and each is written by one rank;
 3. on top of its shard, a rank holds a few pieces of one weight; only the owner of a file also holds weights that
    transformers joins or computes with, those that it needs together;
@@ -29,8 +30,9 @@ from typing import Any, BinaryIO, cast
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlpack.batch.weight_layout import TensorSpec
 from rlpack.models.errors import ModelError
@@ -334,9 +336,20 @@ def _needed_prefix(model: PreTrainedModel) -> str:
 def _write_config(model: PreTrainedModel, folder: Path) -> None:
     """Write all files that `save_pretrained` writes except weights.
 
-    It deletes other weight files in its folder, so it writes to a temporary one.
+    It deletes other weight files in its folder, so it writes to a temporary one. It refuses generation configs with
+    settings that have no effect, as many published models have them, so theirs is written separately.
     """
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        model.save_pretrained(own, state_dict={})
+        generation_config = model.generation_config if model.can_generate() else None
+        try:
+            if generation_config is not None:
+                model.generation_config = GenerationConfig()
+            model.save_pretrained(own, state_dict={})
+        finally:
+            if generation_config is not None:
+                model.generation_config = generation_config
+        if generation_config is not None:
+            # The arguments of `save_pretrained`.
+            generation_config.to_json_file(Path(own, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
         for path in Path(own).iterdir():
             path.replace(folder / path.name)

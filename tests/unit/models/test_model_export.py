@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
@@ -37,6 +38,24 @@ def test_files_are_those_of_save_pretrained(tmp_path: Path, model_type: str):
     model.save_pretrained(tmp_path / "expected")
     export_model(PackedModel(model), tmp_path / "found")
     assert_same_folder(tmp_path / "found", tmp_path / "expected")
+
+
+@pytest.mark.parametrize("generation", [{"temperature": 0.9, "top_p": 0.6}, {"do_sample": False, "top_k": 20}])
+def test_a_generation_config_that_save_pretrained_refuses_is_exported(tmp_path: Path, generation: dict[str, Any]):
+    generation |= {"bos_token_id": 1, "eos_token_id": 2}
+    new_model("llama").save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "generation_config.json"
+    path.write_text(json.dumps(generation), encoding="utf-8")
+    # As published models have them: transformers 5.19 saves none of these, later versions only unchanged ones.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.generation_config.max_new_tokens = 8
+    loaded = model.generation_config
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path / "refused")
+    export_model(PackedModel(model), tmp_path / "found")
+    found = json.loads((tmp_path / "found" / path.name).read_text(encoding="utf-8"))
+    assert found == generation | {"max_new_tokens": 8, "transformers_version": transformers.__version__}
+    assert model.generation_config is loaded
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_neox", "gemma3_text"])
