@@ -170,20 +170,19 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: a column is in both, or rows differ.
         """
-        shared = sorted(set(self._columns) & set(other))
-        if shared:
-            raise DataError(f"columns {shared} are in both batches; drop them in one, or assign them")
+        columns = column_ops.union(self._columns, other)
         if isinstance(other, BatchedDataDict):
             if other.num_rows != self.num_rows:
                 raise DataError(f"{other!r} has {other.num_rows} rows and {self!r} has {self.num_rows}")
             if not np.array_equal(other.row_ids, self.row_ids):
                 raise DataError("rows of the two batches differ or are in another order; restore() them first")
-        return self._like({**self._columns, **other})
+        return self._like(columns)
 
     def select(self, rows: Rows) -> "BatchedDataDict":
         """Return the rows at these positions (integers or a mask [B]), in this order.
 
-        Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids and there is no plan.
+        Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids, which belong to no
+        row of a shard's batch, and there is no plan.
         """
         index = row_index(rows, self.num_rows)
         if np.unique(index).size != index.size:
@@ -196,13 +195,10 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: sizes don't add up to the number of rows.
         """
-        if sum(sizes) != self.num_rows or any(size < 0 for size in sizes):
-            raise DataError(f"sizes {list(sizes)} add up to {sum(sizes)}, and the batch has {self.num_rows} rows")
-        ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
-        return [self.select(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+        return [self.select(rows) for rows in column_ops.consecutive_rows(sizes, self.num_rows)]
 
     def repeat_interleave(self, n: int) -> "BatchedDataDict":
-        """Repeat every row `n` times, copies next to each other, with new ids.
+        """Repeat every row `n` times, copies next to each other, with new ids as if `select` had repeated a row.
 
         Raises:
             DataError: `n` is not a non-negative integer.
@@ -222,7 +218,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
             raise DataError("concat needs at least one batch")
         joined, ids = column_ops.join(batches), np.concatenate([batch.row_ids for batch in batches])
         is_distinct, first = np.unique(ids).size == ids.size, batches[0]
-        result = BatchedDataDict(joined, row_ids=ids if is_distinct else np.arange(ids.size))
+        of_shard = any(batch.plan is not None for batch in batches)
+        new_ids = ids if is_distinct else column_ops.ids_of_repeats(ids.size, of_shard=of_shard)
+        result = BatchedDataDict(joined, row_ids=new_ids)
         if is_distinct and all(batch.plan is first.plan for batch in batches):
             result = first._like(joined, ids)
         result.has_explicit_ids = is_distinct and all(batch.has_explicit_ids for batch in batches)
@@ -319,17 +317,17 @@ class BatchedDataDict(MutableMapping[str, Any]):
         """Return the columns of the ranks' results, with rows in the order of this batch.
 
         Args:
-            outputs: one batch per rank, with the row ids of its shard; ranks without rows may lack columns.
+            outputs: one batch per rank, made with the row ids of its shard (`shard.keep([]).union(...)`, or
+                `row_ids=`); ranks without rows may lack columns.
             plan: needed if it dropped or truncated rows. Dropped rows are restored as zeros (None in lists), and a
                 ragged column with the plan's lengths is zero-padded to this batch's token counts.
             lengths_from: ragged column of this batch that gives the token counts.
 
         Raises:
-            DataError: a row is missing, occurs twice or is not from this batch.
+            DataError: a row is missing, occurs twice, is not from this batch, or has an id that nobody passed.
         """
+        sharding.check_results([output.has_explicit_ids or not output.num_rows for output in outputs])
         parts = [output for output in outputs if output.num_rows] or list(outputs[:1])
-        if not parts:
-            raise DataError("restore needs the results of at least one rank")
         positions = sharding.restored_positions(self.row_ids, [part.row_ids for part in parts], plan)
         columns = column_ops.place_rows(parts, positions, self.num_rows)
         if plan is not None and (len(plan.dropped) or len(plan.truncated)):
@@ -350,7 +348,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def _renumbered(self, index: np.ndarray) -> "BatchedDataDict":
         """Return the rows at these positions without a plan and with new ids, which belong to no shard."""
-        batch = BatchedDataDict(column_ops.select(self._columns, index), row_ids=np.arange(index.size))
+        ids = column_ops.ids_of_repeats(index.size, of_shard=self.plan is not None)
+        batch = BatchedDataDict(column_ops.select(self._columns, index), row_ids=ids)
         batch.reader, batch.has_explicit_ids = self.reader, False
         return batch
 

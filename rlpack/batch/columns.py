@@ -43,6 +43,44 @@ def distinct_ids(row_ids: Rows) -> np.ndarray:
     return np.array(ids, dtype=np.int64)
 
 
+def ids_of_repeats(num_rows: int, *, of_shard: bool) -> np.ndarray:
+    """Return the ids of rows of which some occur twice, int64 [B]: 0 to B − 1; if they are of a shard, −1 to −B.
+
+    A batch has no negative ids unless they were passed, so `restore` takes no repeated row of a shard for another one.
+
+    >>> ids_of_repeats(3, of_shard=True)
+    array([-1, -2, -3])
+    """
+    ids = np.arange(num_rows)
+    return -1 - ids if of_shard else ids
+
+
+def union(left: Mapping[str, Column], right: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of both.
+
+    Raises:
+        DataError: a column is in both.
+    """
+    if shared := sorted(set(left) & set(right)):
+        raise DataError(f"columns {shared} are in both batches; drop them in one, or assign them")
+    return {**left, **right}
+
+
+def consecutive_rows(sizes: Sequence[int], num_rows: int) -> list[np.ndarray]:
+    """Return the rows of consecutive parts of these sizes, int64 each.
+
+    >>> consecutive_rows([1, 2], 3)
+    [array([0]), array([1, 2])]
+
+    Raises:
+        DataError: sizes don't add up to the number of rows.
+    """
+    if sum(sizes) != num_rows or any(size < 0 for size in sizes):
+        raise DataError(f"sizes {list(sizes)} add up to {sum(sizes)}, and the batch has {num_rows} rows")
+    ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
+    return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
 def lengths_of(column: Column) -> Tensor | None:
     """Return the tokens per row of a (remote) ragged column, int64 [B]; None for other columns."""
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None

@@ -19,6 +19,12 @@ from rlpack.packing.prefixes import owners_of, shared_tokens
 
 Spec = Batching | Mapping[str, Any]
 
+# What is wrong with a result whose rows have ids that nobody passed, as the end of an error message.
+WITHOUT_IDS = (
+    "rows without ids, so they can't be matched to its shard (a batch that repeats a row loses them); return "
+    "shard.keep([]).union({...}), or pass `row_ids=shard.row_ids`"
+)
+
 
 def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | None) -> Batching | None:
     """Return the batching that one of the two arguments requests; at most one may be set.
@@ -114,8 +120,8 @@ def check_plan(plan: MicrobatchPlan, num_rows: int, counts: np.ndarray | None, l
         raise DataError(f"the plan is for {plan.num_rows} rows and the batch has {num_rows}")
     if counts is None and plan.truncated.size:
         raise MissingColumnError(
-            f"the plan truncates {plan.truncated.size} of {num_rows} rows, and the batch has no column {lengths_from!r} to cut; set "
-            "lengths_from= to the column whose lengths were planned"
+            f"the plan truncates {plan.truncated.size} of {num_rows} rows, and the batch has no column "
+            f"{lengths_from!r} to cut; set lengths_from= to the column whose lengths were planned"
         )
     planned = plan.request.lengths
     if counts is not None and (differs := planned != counts).any():
@@ -138,6 +144,17 @@ def truncated_lengths(
         return {}
     lengths = {name: own for name, column in columns.items() if (own := lengths_of(column)) is not None}
     return {name: torch.from_numpy(plan.lengths) for name, own in lengths.items() if same_lengths(own, source)}
+
+
+def check_results(have_ids: Sequence[bool]) -> None:
+    """Raise a `DataError` unless there is a result, and each has row ids that were passed to it, or no rows.
+
+    Ids that nobody passed are row numbers within the result, which would be taken for rows of the batch.
+    """
+    if not have_ids:
+        raise DataError("restore needs the results of at least one rank")
+    if not all(have_ids):
+        raise DataError(f"result {have_ids.index(False)} has {WITHOUT_IDS}")
 
 
 def restored_positions(

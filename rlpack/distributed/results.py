@@ -16,6 +16,7 @@ from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column, describe
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
+from rlpack.batch.sharding import WITHOUT_IDS
 from rlpack.distributed.column_contract import ColumnContract
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.layout import ParallelLayout
@@ -44,10 +45,7 @@ def check_is_rows(result: Any, where: str) -> BatchedDataDict:
             "row ids of its shard (shard.keep([]).union(...)), or declares `merge=`"
         )
     if not result.has_explicit_ids:
-        raise DataError(
-            f"{where} returned rows without ids, so they can't be matched to its shard (a batch that repeats a row "
-            "loses them); return shard.keep([]).union({...}), or pass `row_ids=shard.row_ids`"
-        )
+        raise DataError(f"{where} returned {WITHOUT_IDS}")
     return result
 
 

@@ -263,6 +263,34 @@ def test_lost_doubled_and_foreign_rows_are_errors():
         batch.restore([])
 
 
+def test_rows_whose_ids_nobody_passed_are_not_restored():
+    batch = make([1, 2, 3])
+    (shard,) = batch.shard_by_batch_size(1, dynamic_batching={"max_tokens": 3})
+    assert shard.row_ids.tolist() == [0, 2, 1]
+    with pytest.raises(DataError, match=r"result 1 has rows without ids, .* or pass `row_ids=shard.row_ids`"):
+        batch.restore([shard.select([]), BatchedDataDict({"place": shard["place"]})])
+    result = BatchedDataDict({"place": shard["place"]}, row_ids=shard.row_ids)
+    assert batch.restore([BatchedDataDict({}), result])["place"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "repeat",
+    [
+        lambda shard: shard.repeat_interleave(1),
+        lambda shard: shard.select([0, 0, 1]),
+        lambda shard: BatchedDataDict.concat([shard, shard]).select([0, 1, 5]),
+    ],
+)
+def test_repeated_rows_of_a_shard_are_never_taken_for_other_rows(repeat):
+    batch = make([1, 2, 3])
+    (shard,) = batch.shard_by_batch_size(1, dynamic_batching={"max_tokens": 3})
+    repeated = repeat(pickle.loads(pickle.dumps(shard)))
+    with pytest.raises(DataError, match="rows without ids"):
+        batch.restore([repeated])
+    with pytest.raises(DataError, match="row id -1 is not from this batch"):
+        batch.restore([BatchedDataDict({"place": repeated["place"]}, row_ids=repeated.row_ids)])
+
+
 def test_a_plan_fits_the_batch_it_was_made_for():
     plan = plan_of(make([3, 4, 2]), Batching(max_tokens=8), 2)
     with pytest.raises(DataError, match="the plan is for 3 rows and the batch has 2"):
