@@ -1,33 +1,25 @@
 """`Cluster`: joins or starts a Ray cluster, places pools of ranks on it, and ends everything it started."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import ask_ray
-from rlpack.distributed.capacity import check_capacity, listing
+from rlpack.distributed.capacity import check_capacity
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.ray_connection import connect, disconnect
 from rlpack.distributed.ray_internals import logs_folder
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import current
+from rlpack.distributed.reservations import reserve
 from rlpack.distributed.restarts import Restarts
 from rlpack.distributed.shared_folder import check_shared
-
-logger = logging.getLogger(__name__)
-
-# After waiting this long for devices, a warning says what is free.
-_WARN_S = 10.0
-# Seconds after the end of a wait within which its answer arrives.
-_ANSWER_S = 10.0
 
 
 class Cluster:
@@ -113,30 +105,10 @@ class Cluster:
     def _open(self, name: str, pool: Pool) -> RayRanks:
         # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
-        group = None if self._placement.address is None else self._reserve(name, pool)
-        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store, self.restarts)
+        is_shared = self._placement.address is not None
+        reserved = reserve(name, pool, self._placement.start_timeout_s) if is_shared else None
+        self._pools[name] = RayRanks(name, pool, reserved, self._placement, self.store, self.restarts)
         return self._pools[name]
-
-    def _reserve(self, name: str, pool: Pool) -> PlacementGroup:
-        """Reserve the devices of a pool on a cluster that others may use."""
-        bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
-        bundles = [{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks
-        group = ask_ray(lambda: placement_group(bundles, strategy="PACK"))
-        deadline = self._placement.start_timeout_s
-        if not _is_reserved(group, min(_WARN_S, deadline)):
-            logger.warning(
-                "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, but only %s are "
-                "free",
-                *(name, deadline, pool.ranks, listing(bundle), listing(ask_ray(ray.available_resources))),
-            )
-            if not _is_reserved(group, max(0.0, deadline - _WARN_S)):
-                ask_ray(lambda: remove_placement_group(group))
-                raise PlacementError(
-                    f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; "
-                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, or lower "
-                    f"placement.pools.{name}.ranks"
-                )
-        return group
 
 
 def _store(placement: Placement) -> RayStore:
@@ -158,8 +130,3 @@ def _store(placement: Placement) -> RayStore:
 def _nodes() -> list[Mapping[str, float]]:
     """Return the resources of each living node."""
     return [node["Resources"] for node in ask_ray(ray.nodes) if node["Alive"]]
-
-
-def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
-    """Wait until a placement group has its devices; return whether it has."""
-    return ask_ray(lambda: group.wait(timeout_s), timeout_s + _ANSWER_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
@@ -20,6 +20,7 @@ from rlpack.distributed.errors import ClusterError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_watch import current, ray_ended
+from rlpack.distributed.reservations import Reservation
 from rlpack.distributed.start_actors import start_actors
 from rlpack.run_log import log_of_node
 
@@ -52,13 +53,13 @@ class PoolProcesses:
         roles: the roles that were built, by name.
     """
 
-    def __init__(self, name: str, pool: Pool, group: PlacementGroup | None, placement: Placement) -> None:
+    def __init__(self, name: str, pool: Pool, reserved: Reservation | None, placement: Placement) -> None:
         """Start the processes; `start` waits for them."""
         self.name = name
         self.nodes: list[str] = []
         self.processes: RankProcesses | None = None
         self.roles: dict[str, BuiltRole] = {}
-        self._pool, self._group = pool, group
+        self._pool, self._reserved = pool, reserved
         self._start_s, self._call_s = placement.start_timeout_s, placement.call_timeout_s
         # The daemons of a run's own Ray are processes of the driver, which ends all ranks with them.
         self._silence_s = None if placement.address is None else placement.ray_timeout_s
@@ -68,7 +69,7 @@ class PoolProcesses:
         self.actors: list[Any] = self._start_actors()
 
     def _start_actors(self) -> list[Any]:
-        return ask_ray(partial(start_actors, self.name, self._pool, self._group, self._silence_s))
+        return ask_ray(partial(start_actors, self.name, self._pool, self._reserved, self._silence_s))
 
     def start(self, job: Submission, log_path: Path | None, finish: Finish) -> None:
         """Wait until all processes run, load the secrets that the run names, and form the process group.
@@ -144,5 +145,5 @@ class PoolProcesses:
             if not for_good:  # devices have to be free before other processes take them
                 self.processes.kill(range(len(self.actors)))
             self.processes.close()
-        if for_good and self._group is not None:
-            remove_placement_group(self._group)
+        if for_good and self._reserved is not None:
+            remove_placement_group(self._reserved.group)

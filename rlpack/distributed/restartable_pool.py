@@ -24,7 +24,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
@@ -43,6 +42,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.pool_processes import BuiltRole, PoolProcesses
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import raise_if_ray_ended
+from rlpack.distributed.reservations import Reservation
 from rlpack.distributed.restarts import MOST_RESTARTS, WINDOW, Restarts
 from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 
@@ -77,14 +77,14 @@ class RestartablePool(ABC):
         self,
         name: str,
         pool: Pool,
-        group: PlacementGroup | None,
+        reserved: Reservation | None,
         placement: Placement,
         store: RayStore,
         restarts: Restarts | None = None,
     ) -> None:
         self.is_restartable = False
         self.num_starts = 1
-        self._pool = PoolProcesses(name, pool, group, placement)
+        self._pool = PoolProcesses(name, pool, reserved, placement)
         self._store = store
         self._restarts = Restarts() if restarts is None else restarts
         self._after_restart: list[Callable[[], None]] = []

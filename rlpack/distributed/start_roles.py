@@ -11,6 +11,7 @@ from rlpack.distributed.column_contract import producers_of
 from rlpack.distributed.dispatch import dispatched_methods
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.process import load_class
+from rlpack.distributed.spread_groups import warn_of_spread_groups
 from rlpack.distributed.trainable import Trainable
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Cost
@@ -51,6 +52,13 @@ def start_roles(
     trained = {pool_of(config, name) for name in names if issubclass(role_classes[name], Trainable)}
     for name, ranks in pools.items():
         ranks.is_restartable = name not in trained
+    layout_of = {
+        name: (layouts or {}).get(name)
+        or ParallelLayout(**layout_sizes(config, name, pools[pool_of(config, name)].num_ranks))
+        for name in names
+    }
+    nodes = {name: ranks.nodes for name, ranks in pools.items()}
+    warn_of_spread_groups(layout_of, {name: pool_of(config, name) for name in names}, nodes)
     cluster.check_run_dir(trained | {pool_of(config, name) for name in names if name in _READ_THE_RUN})
     contracts = {
         f"{name}.{method}": dispatch.columns
@@ -60,8 +68,7 @@ def start_roles(
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
-        layout = (layouts or {}).get(name) or ParallelLayout(**layout_sizes(config, name, ranks.num_ranks))
-        ranks.start_role(name, config.roles[name].target, settings, config.roles[name].arguments, layout)
+        ranks.start_role(name, config.roles[name].target, settings, config.roles[name].arguments, layout_of[name])
         mini_batch_size = config.trainer.mini_batch_size if issubclass(role_classes[name], Trainable) else None
         groups[name] = WorkerGroup(
             name,
@@ -71,6 +78,6 @@ def start_roles(
             role_classes[name],
             cost=cost if name in _RUN_THE_MODEL else None,
             producers=producers_of(contracts),
-            layout=layout,
+            layout=layout_of[name],
         )
     return groups

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster as Machines
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Placement, Pool, Role, RoleBatching
 from rlpack.distributed import ray_connection
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import ClusterError, PlacementError, RoleError
+from rlpack.distributed.reservations import reserve
 from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo, Faulty
@@ -50,6 +53,18 @@ def test_a_rank_that_no_node_has_room_for_is_refused_at_once(machines: Machines)
         refused.value
     )
     assert "(2 CPU, 0 GPU free)" in str(refused.value)
+
+
+def test_ranks_of_a_node_are_consecutive_though_ray_permutes_more_than_sixteen_bundles(machines: Machines):
+    pool = Pool(ranks=36, cpus_per_rank=0.05)
+    with Cluster(Placement(address=machines.address, pools={"main": pool})):
+        reserved = reserve("main", pool, 60.0)
+        node_of = placement_group_table(reserved.group)["bundles_to_node_id"]
+        remove_placement_group(reserved.group)
+    nodes = [node_of[bundle] for bundle in reserved.bundles]
+    assert sorted(reserved.bundles) == list(range(36))
+    assert [len(list(ranks)) for _, ranks in groupby(nodes)] == [20, 16]
+    assert len(list(groupby(node_of[bundle] for bundle in range(36)))) > 2, "Ray keeps the order of bundles by now"
 
 
 def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Machines):
