@@ -8,6 +8,7 @@ file `random.py` would replace the standard library's. Here it is left out; each
 """
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -48,6 +49,7 @@ from rlpack.distributed.ray_watch import (
     ray_ended,
     set_current,
 )
+from rlpack.installation import RAY_JOB
 
 logger = logging.getLogger(__name__)
 
@@ -178,20 +180,31 @@ def _job_config() -> JobConfig:
 
 def _join(address: str, placement: Placement) -> RayWatch:
     """Join a cluster and return the watch of its GCS and of this machine's raylet."""
-    python_path = os.environ.get("PYTHONPATH")
-    runtime_env = {"env_vars": {"PYTHONPATH": python_path}} if python_path else None
     limit, watch = placement.start_timeout_s, RayWatch()
     late = PlacementError(f"the Ray cluster at placement.address={address} did not answer within {limit:g} s")
     try:
         _check_answer(address)
         with ended_at(limit, lambda: late, lambda: None):
-            ray.init(address=address, logging_level=logging.WARNING, runtime_env=runtime_env, job_config=_job_config())
+            ray.init(
+                address=address, logging_level=logging.WARNING, runtime_env=_runtime_env(), job_config=_job_config()
+            )
         watch.start_asking(ask_ray(_daemons, limit), placement.ray_timeout_s, logs_folder())
         return watch
     except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
         if ray.is_initialized():
             disconnect()
         raise _no_cluster(address, error) from error
+
+
+def _runtime_env() -> dict[str, dict[str, str]] | None:
+    """Return a runtime_env with the driver's PYTHONPATH for the ranks; None if they get theirs from the Ray job.
+
+    Ray refuses a variable that both the job and the driver set, even to the same value.
+    """
+    job = json.loads(os.environ.get(RAY_JOB, "{}"))
+    of_job = (job.get("runtime_env") or {}).get("env_vars") or {}
+    python_path = os.environ.get("PYTHONPATH")
+    return {"env_vars": {"PYTHONPATH": python_path}} if python_path and "PYTHONPATH" not in of_job else None
 
 
 def _no_cluster(address: str, error: Exception) -> PlacementError:

@@ -1,5 +1,7 @@
 """Starting Ray on a busy machine, with Ray's own start replaced by one that registers late or never."""
 
+import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -9,10 +11,13 @@ import pytest
 import ray
 from ray._private import services
 from ray._private.worker import print_worker_logs
+from ray.job_config import JobConfig
+from ray.runtime_env.runtime_env import RuntimeEnv, _merge_runtime_env
 
 from rlpack.config.schema import Placement
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.ray_connection import connect
+from rlpack.installation import RAY_JOB
 
 
 def ray_that_registers(monkeypatch: pytest.MonkeyPatch, answers: Iterator[bool]) -> list[dict[str, str]]:
@@ -53,3 +58,33 @@ def test_ray_colors_no_prefix_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys:
     connect(Placement())
     print_worker_logs({"pid": "12", "actor_name": "Rank", "lines": ["a line"]}, sys.stdout)
     assert capsys.readouterr().out == "(Rank pid=12) a line\n"
+
+
+@pytest.mark.parametrize(
+    ("job", "merged"),
+    [
+        (
+            {"env_vars": {"PYTHONPATH": "/shared/code", "COLOUR": "red"}},
+            {"PYTHONPATH": "/shared/code", "COLOUR": "red"},
+        ),
+        ({"env_vars": {"COLOUR": "red"}}, {"PYTHONPATH": "/files:/shared/code", "COLOUR": "red"}),
+        ({}, {"PYTHONPATH": "/files:/shared/code"}),
+        (None, {"PYTHONPATH": "/files:/shared/code"}),
+    ],
+)
+def test_ranks_of_a_job_get_its_python_path_once(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, object] | None, merged: dict[str, str]
+):
+    given: list[RuntimeEnv | None] = []
+
+    def init(*, runtime_env: RuntimeEnv | None, **settings: object) -> None:
+        given.append(runtime_env)
+        raise ConnectionError("not now")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("PYTHONPATH", "/files:/shared/code")  # Ray puts the job's files before the job's own path
+    monkeypatch.setenv(RAY_JOB, json.dumps({"runtime_env": job, "metadata": {}}))
+    with pytest.raises(PlacementError, match=r"no Ray cluster answers at .*: not now; start one"):
+        connect(Placement(address="auto"))
+    of_job = JobConfig.from_json(json.loads(os.environ[RAY_JOB])).runtime_env
+    assert _merge_runtime_env(RuntimeEnv(**of_job or {}), given[0]) == {"env_vars": merged}
