@@ -3,6 +3,7 @@
 from functools import partial
 
 from rlpack.checkpoint.model_folder import new_model_folder
+from rlpack.models.policy_folder import complete_policy_folder
 from rlpack.observe.run_dir import MODEL
 from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
 from rlpack.recipes.driver.session import Session
@@ -21,7 +22,10 @@ def export_models(session: Session) -> None:
         folder = session.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
         with new_model_folder(folder) as staging:
             group.run(Trainable.export_model, str(staging))
-            session.tokenizer.save_pretrained(staging)
+            if name == "actor":
+                complete_policy_folder(staging, session.tokenizer, stop_token_ids=session.config.rollout.stop_token_ids)
+            else:
+                session.tokenizer.save_pretrained(staging)
         session.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
 

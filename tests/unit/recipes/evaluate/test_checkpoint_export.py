@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import new_checkpoint
@@ -14,7 +14,7 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.publish import MARKER
 from rlpack.checkpoint.sharded import save_training_state
 from rlpack.checkpoint.validity import STATE
-from rlpack.config.schema import Actor, Config, Evaluation, EvaluationSet, Lora, Model
+from rlpack.config.schema import Actor, Config, Evaluation, EvaluationSet, Lora, Model, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.gloo import GLOO
 from rlpack.models.loading import build_causal_lm
@@ -81,6 +81,14 @@ def test_the_exported_folder_has_the_policys_merged_weights_and_its_tokenizer(tm
         rtol=1e-4,
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == load_splits(config)[0].get_vocab()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_exported_model_ends_its_responses_where_the_runs_end(tmp_path: Path) -> None:
+    config = tiny_config(data=DATA, rollout=Rollout(stop_token_ids=(5,)))
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", config)
+    export_checkpoint(checkpoint, tmp_path / "model")
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [1, 5]
 
 
 @pytest.mark.usefixtures("one_rank")

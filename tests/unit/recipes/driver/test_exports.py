@@ -1,0 +1,22 @@
+import json
+from pathlib import Path
+
+from rlpack.config.schema import Rollout
+from rlpack.recipes.driver.exports import export_models
+from tests.unit.recipes.driver.sessions import session_of, set_group
+
+
+def write_model(folder: str) -> None:
+    """Write what the tests need of an exported model."""
+    Path(folder).mkdir()
+    (Path(folder) / "generation_config.json").write_text('{"eos_token_id": 1}', encoding="utf-8")
+
+
+def test_the_policys_folder_has_the_tokens_that_end_the_runs_responses(tmp_path: Path) -> None:
+    session = session_of(tmp_path, recipe="ppo", rollout=Rollout(stop_token_ids=(5,)))
+    for name in ("actor", "critic"):
+        set_group(session, name, export_model=write_model)
+    export_models(session)
+    for folder, ids in (("model", [1, 5]), ("critic_model", 1)):
+        found = json.loads((tmp_path / folder / "generation_config.json").read_text(encoding="utf-8"))
+        assert found["eos_token_id"] == ids
