@@ -1,4 +1,4 @@
-"""Secrets in a config: one definition of which keys hold them.
+"""Secrets in a config: one definition of which keys and values hold them.
 
 The rules refuse configs with secrets; config.yaml, checkpoints and loggers hide them.
 """
@@ -15,6 +15,8 @@ _SECRET = re.compile(
     r"|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?token)$",
     re.IGNORECASE,
 )
+# A URL with a password, such as http://me:abc@proxy:3128, whatever the name of its key.
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def looks_secret(name: str, value: Any) -> bool:
@@ -22,7 +24,11 @@ def looks_secret(name: str, value: Any) -> bool:
 
     >>> looks_secret("hub_token", "abc"), looks_secret("pad_token", "abc"), looks_secret("auth_token", True)
     (True, False, False)
+    >>> looks_secret("proxy", "http://me:abc@proxy:3128"), looks_secret("proxy", "http://proxy:3128")
+    (True, False)
     """
+    if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
+        return True
     holds_something = not isinstance(value, bool) and value not in (None, "", {}, [], ())
     return holds_something and _SECRET.search(_WORD_START.sub("_", name)) is not None
 
@@ -46,14 +52,16 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> without_secrets({"max_tokens": 8, "judges": [{"api_key": "abc"}]})
     {'max_tokens': 8, 'judges': [{'api_key': '<hidden>'}]}
     """
-    return {name: HIDDEN if looks_secret(str(name), value) else _redacted(value) for name, value in config.items()}
+    return {name: _redacted(str(name), value) for name, value in config.items()}
 
 
-def _redacted(value: Any) -> Any:
-    """Return a value with the secrets below it hidden."""
+def _redacted(name: str, value: Any) -> Any:
+    """Return the value of a key, or of an item of its list, with the secrets in it hidden."""
+    if looks_secret(name, value):
+        return HIDDEN
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return [_redacted(below) for below in value] if _is_list(value) else value
+    return [_redacted(item, below) for item, below in _entries(value)] if _is_list(value) else value
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,8 @@ _RESERVED = {
     JOB_FILES_VARIABLE: "rlpack sets it",
     "PYTHONPATH": "modules are imported from job.working_dir and from installed packages: put yours there",
 }
+# Last words of variables that hold secrets, such as OPENAI_KEY; keys of a config end in them for other reasons, too.
+_SECRET_END = re.compile(r"_(key|pat|pwd)$", re.IGNORECASE)
 
 
 class Submission(Section):
@@ -72,7 +74,8 @@ def submission_problems(job: Submission) -> Iterator[str]:
             elif name in _RESERVED:
                 yield f"{key} holds {name}; {_RESERVED[name]}"
     for name, value in job.env_vars.items():
-        if any(looks_secret(part, value) for part in (name, name.rpartition("_")[2])):
+        is_named = bool(value) and _SECRET_END.search(name) is not None
+        if is_named or any(looks_secret(part, value) for part in (name, name.rpartition("_")[2])):
             yield (
                 f"job.env_vars.{name} looks like a secret, and Ray shows a job's environment to everyone with access "
                 f"to the cluster; remove it and set job.secret_names=[{name}]"

@@ -75,6 +75,41 @@ def test_what_is_refused_is_what_is_hidden_whatever_its_type_and_depth():
     assert config["a"][0] == {"token": 7}
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:hunter2@proxy:3128",
+        "git+https://me:hunter2@host/repository.git@v1",
+        "redis://:hunter2@host:6379/0",
+        "--index-url https://me:hunter2@host/simple",
+    ],
+)
+def test_a_url_with_a_password_is_a_secret_whatever_its_key(url):
+    assert list(secret_paths("p", {"a": url, "b": ["x", url]})) == ["p.a", "p.b.1"]
+    assert without_secrets({"a": url, "b": ["x", url], "c": ("x", [url])}) == {
+        "a": "<hidden>",
+        "b": ["x", "<hidden>"],
+        "c": ["x", ["<hidden>"]],
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://proxy:3128",
+        "ssh://git@host:22/repository",
+        "https://host:80/a:b@c",
+        "s3://bucket/key",
+        "a:b@c",
+        "see https://a: b@c",
+    ],
+)
+def test_a_url_without_a_password_is_no_secret(text):
+    config = {"a": text, "b": ["x", text]}
+    assert list(secret_paths("p", config)) == []
+    assert without_secrets(config) == config
+
+
 @pytest.mark.parametrize("place", FREE)
 def test_every_mapping_of_free_values_refuses_what_would_be_hidden(place: str):
     path = f"{place.replace('<name>', 'x')}.hf_token"

@@ -5,7 +5,13 @@ from rlpack.config.sections.submission import Submission, submission_problems
 from tests.builders import tiny_config
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "WANDB_API_KEY", "MY_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY"),
+        *("OPENAI_KEY", "wandb_key", "GITHUB_PAT", "DB_PWD"),
+    ],
+)
 def test_a_secret_in_a_jobs_environment_is_refused_with_the_key_for_its_name(name):
     (problem,) = submission_problems(Submission(env_vars={name: "abc"}))
     assert f"job.env_vars.{name} looks like a secret" in problem
@@ -13,8 +19,24 @@ def test_a_secret_in_a_jobs_environment_is_refused_with_the_key_for_its_name(nam
     assert "abc" not in problem
 
 
+@pytest.mark.parametrize("name", ["HTTPS_PROXY", "PIP_INDEX_URL"])
+def test_a_url_with_a_password_in_a_jobs_environment_is_refused(name):
+    (problem,) = broken_rules(tiny_config(job=Submission(env_vars={name: "https://me:hunter2@host:3128/simple"})))
+    assert f"job.env_vars.{name} looks like a secret" in problem
+    assert "hunter2" not in problem
+
+
 def test_what_is_no_secret_is_the_jobs_environment():
-    assert broken_rules(tiny_config(job=Submission(env_vars={"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}))) == []
+    names = {
+        "NCCL_DEBUG": "INFO",
+        "HF_HUB_OFFLINE": "1",
+        "MONKEY": "1",
+        "DATA_PATH": "/data",
+        "PWD": "/",
+        "SSH_KEY": "",
+    }
+    job = Submission(env_vars=names | {"HTTPS_PROXY": "http://proxy:3128"})
+    assert broken_rules(tiny_config(job=job)) == []
 
 
 @pytest.mark.parametrize(
