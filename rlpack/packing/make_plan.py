@@ -22,14 +22,14 @@ from dataclasses import replace
 import numpy as np
 
 from rlpack.packing.algorithms import kernels
-from rlpack.packing.algorithms.sorting import ascending, by_first_row
+from rlpack.packing.algorithms.sorting import ascending
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.analysis.metrics import measure
 from rlpack.packing.batching import Batching
 from rlpack.packing.bins import bin_step
 from rlpack.packing.lengths import Integers
 from rlpack.packing.plan import MicrobatchPlan
-from rlpack.packing.prefixes import owners_of, shared_tokens
+from rlpack.packing.prefixes import owners_in_microbatches, owners_of, shared_tokens
 from rlpack.packing.request import check_request
 from rlpack.packing.rows import Rows, resolve_rows
 
@@ -135,8 +135,8 @@ def _lay_out(rows: Rows, placement: np.ndarray, step_bounds: np.ndarray, search_
     microbatch = rank[planned] * shape[1] + index[planned]
     owners = np.arange(rows.item.size)
     if request.prompts is not None and request.prefixes is not None:
-        # Parts of a group that are in one microbatch share their prompt, too.
-        owners[planned] = planned[owners_of(microbatch + shape[0] * shape[1] * by_first_row(request.prompts[planned]))]
+        prefixes = request.prefixes[owners_of(rows.item)]
+        owners[planned] = planned[owners_in_microbatches(microbatch, request.prompts[planned], prefixes[planned])]
         rows = replace(rows, shared=shared_tokens(rows.lengths, request.prefixes, owners))
     order = planned[ascending(microbatch)]
     inverse = np.full(rows.item.size, -1)

@@ -6,7 +6,8 @@ which attend to the owner's. Outputs and gradients are those of whole rows, up t
 
 Invariants:
 
-1. The owner is the group's first row in the microbatch, and shares nothing.
+1. The owner is the first row, in the microbatch, of the parts of the group whose first rows have equal prefixes. It
+   shares nothing.
 2. No row shares more tokens than the owner has, or than it has itself.
 
 `tests/unit/packing/test_prefixes.py` asserts them.
@@ -28,6 +29,24 @@ def owners_of(item: np.ndarray) -> np.ndarray:
     """
     _, first, inverse = np.unique(item, return_index=True, return_inverse=True)
     return first[inverse]
+
+
+def owners_in_microbatches(microbatch: np.ndarray, prompts: np.ndarray, prefixes: np.ndarray) -> np.ndarray:
+    """Return the row that holds each row's prompt, int64 [B].
+
+    Parts of a group that are in one microbatch have one owner if their first rows have equal prefixes. A shorter prefix
+    would make the rows of another part share fewer tokens than planned, and the microbatch exceed its budget.
+
+    >>> owners_in_microbatches(np.array([1, 1, 0, 1]), np.array([5, 5, 5, 5]), np.array([3, 3, 3, 2])).tolist()
+    [0, 0, 2, 3]
+
+    Args:
+        microbatch: microbatch of each row, int64 [B].
+        prompts: id of each row's prompt, int64 [B].
+        prefixes: prefix of the first row of each row's part, int64 [B].
+    """
+    kind = by_first_row(by_first_row(prompts) * (prefixes.max(initial=0) + 1) + prefixes)
+    return owners_of(microbatch * kind.size + kind)
 
 
 def shared_tokens(lengths: np.ndarray, prefixes: np.ndarray, owners: np.ndarray) -> np.ndarray:

@@ -17,10 +17,15 @@ SHARING = Batching(max_tokens=64, share_prompts=True)
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw arguments of make_plan for groups with a common prompt, some of them over the budget."""
-    prompts = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=12))
+def requests(draw: st.DrawFn, *, equal: bool = True) -> dict[str, Any]:
+    """Draw arguments of make_plan for groups with a common prompt, some of them over the budget.
+
+    The prefixes of a group are `equal`, or some of its rows have nothing in common with the others.
+    """
+    prompts = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6 if equal else 12)), min_size=1, max_size=12))
     prefixes = [prompt for prompt, size in prompts for _ in range(size)]
+    if not equal:
+        prefixes = [prefix if draw(st.booleans()) else 0 for prefix in prefixes]
     lengths = [prompt + draw(st.integers(0, 12)) for prompt in prefixes]
     overlong = draw(st.sampled_from(["error", "truncate", "drop", "own_microbatch"]))
     return {
@@ -71,6 +76,26 @@ def test_a_microbatch_holds_each_distinct_token_once(request: dict[str, Any]):
     assert plan.metrics.waste_ratio == pytest.approx(
         1 - (plan.metrics.real_tokens - shared) / max(1, plan.metrics.slots)
     )
+
+
+@given(request=requests(equal=False))
+@settings(max_examples=200, deadline=None)
+def test_unequal_prefixes_of_a_group_keep_every_guarantee(request: dict[str, Any]):
+    assert_invariants(make_plan(**request))
+
+
+def test_parts_of_a_group_share_a_prompt_only_if_their_first_rows_have_it():
+    lengths, prefixes = [1, 1, 7, 7, 7, 7, 7, 7], [0, 0, 6, 6, 6, 6, 6, 6]
+    plan = make_plan(
+        lengths,
+        replace(SHARING, max_tokens=26),
+        dp_size=1,
+        groups=[0] * 8,
+        split_groups=True,
+        prefixes=prefixes,
+    )
+    assert_invariants(plan)
+    assert plan.shared.sum() > 0
 
 
 @given(
