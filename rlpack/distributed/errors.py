@@ -115,12 +115,14 @@ class Shortage(NamedTuple):
         in_flight: bytes of batches there.
         limit: most bytes of batches there.
         node: Ray's id of the node whose store is too small; None if all nodes together have too little room.
+        others: bytes there that other users of the cluster hold; 0 if all of them may be this run's.
     """
 
     size: float
     in_flight: int
     limit: float
     node: str | None = None
+    others: float = 0.0
 
 
 class StoreFullError(RoleError):
@@ -133,10 +135,15 @@ class StoreFullError(RoleError):
 
     def __init__(self, role: str, method: str, size: int, shortage: Shortage) -> None:
         node = "" if shortage.node is None else f" of node {shortage.node[:_ID_DIGITS]}"
+        others = (
+            f", and others, such as another run on this cluster, hold {in_units(shortage.others)}; wait until they end,"
+            if shortage.others
+            else ";"
+        )
         cause = (
             f"{in_units(size)} of tokens and texts exceed the free room in the object store{node} by "
             f"{in_units(shortage.size)}: {in_units(shortage.in_flight)} of the {in_units(shortage.limit)} for batches "
-            f"are in use{' there' if node else ''}; lower trainer.prompts_per_step, trainer.group_size, "
+            f"are in use{' there' if node else ''}{others} lower trainer.prompts_per_step, trainer.group_size, "
             "rollout.max_new_tokens, dapo.max_rounds (in an evaluation: evaluation.samples) or trainer.lead (batches "
             "drawn ahead take room, too), or raise placement.object_store_gb (on an existing cluster: ray start "
             f"--object-store-memory){'' if node else ' or placement.in_flight_gb'}"

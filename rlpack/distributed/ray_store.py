@@ -7,13 +7,15 @@ that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 1. bytes in flight never exceed the budget, nor 80 % of a node's store, above which Ray spills to disk;
 2. a payload lives until the last lease on it is released, or until it is no longer referenced, whichever is first; one
    that is stored outside of leases, or permanently, lives until it is no longer referenced;
-3. `reserve` waits while room may become free (other threads may release leases, and Ray reports freed objects with a
-   delay) and otherwise raises at once; it never waits longer than its deadline. A lease is released by the thread that
-   opened it, so a thread that this one waits for (`StoreLease.awaited`, `RayStore.waiting`) never waits for the lease.
+3. `reserve` waits while room may become free (other threads may release leases, other users of the cluster may free
+   their objects, and Ray reports freed objects with a delay) and otherwise raises at once; it never waits longer than
+   its deadline. A lease is released by the thread that opened it, so a thread that this one waits for
+   (`StoreLease.awaited`, `RayStore.waiting`) never waits for the lease.
 
 Copies that are cut for ranks of another node live as long as their call and are not counted.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -30,10 +32,12 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.distributed.answers import ask_ray
-from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError
+from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError, in_units
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node
 from rlpack.distributed.ray_internals import stores
 from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases, no_lease
+
+logger = logging.getLogger(__name__)
 
 # Ray spills to disk once 80 % of a node's store is full; weights in transit to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
@@ -94,7 +98,9 @@ class RayStore:
 
         That is everything below the point at which Ray would spill, minus the node's share of the budget.
         """
-        _, total = self._room().get(node, (0.0, 0.0))
+        return self._spare_of(self._room().get(node, (0.0, 0.0))[1])
+
+    def _spare_of(self, total: float) -> float:
         return max(0.0, _SPILLS_AT - self.budget / self.size) * total
 
     def room(self, nodes: Iterable[str]) -> float:
@@ -144,14 +150,23 @@ class RayStore:
         Raises:
             StoreFullError: there is not enough room.
         """
-        started, lease = time.monotonic(), current_lease()
+        started, lease, is_logged = time.monotonic(), current_lease(), False
         with self._changed:
             while any(sizes.values()) and (shortage := self._shortage(sizes, room := self._room())).size > 0:
-                frees_late = self._fits(sizes, self._of_node, room)  # the room exists, but Ray has yet to report it
+                waited = time.monotonic() - started
+                # The room exists, but Ray has yet to report it, unless others hold it.
+                frees_late = self._fits(sizes, self._of_node, room) and not shortage.others
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
                 can_wait = self._fits(sizes, self._unwaitable(), room)
-                if not can_wait or time.monotonic() - started >= patience:
+                if not can_wait or waited >= patience:
                     raise StoreFullError(role, method, sum(sizes.values()), shortage)
+                if shortage.others and waited >= _SETTLE_S and not is_logged:
+                    logger.warning(
+                        "role %s, in %s: waits up to %g s for room in the object store, of which others, such as "
+                        "another run on this cluster, hold %s",
+                        *(role, method, self._wait_s, in_units(shortage.others)),
+                    )
+                    is_logged = True
                 self._changed.wait(min(_POLL_S, patience))
             return Reservation(self, self._claim(dict(sizes), None if lease is None else {lease}))
 
@@ -163,8 +178,19 @@ class RayStore:
             free, total = room.get(node, (0.0, 0.0))
             limit, in_flight = _SPILLS_AT * total, self._of_node[node]
             usable = min(free - (1 - _SPILLS_AT) * total, limit - in_flight)
-            found.append(Shortage(size - usable, in_flight, limit, node))
+            found.append(Shortage(size - usable, in_flight, limit, node, self._of_others(node, free, total)))
         return max(found, key=lambda one: one.size)
+
+    def _of_others(self, node: str, free: float, total: float) -> float:
+        """Return the bytes of a node's store that can't be this run's; 0 if all of them may be.
+
+        Not all bytes of this run are counted: weights in transit to the sampler and small objects take at most the part
+        of the store that batches leave to them, and copies of rows at most the bytes of the batches on other nodes.
+        Objects that this run has just freed may count as those of others until Ray reports them.
+        """
+        uncounted = max(self._spare_of(total), (_SPILLS_AT - _SHARE) * total) + self.in_flight - self._of_node[node]
+        others = total - free - self._of_node[node]
+        return others if others > uncounted else 0.0
 
     def _fits(self, sizes: Mapping[str, int], used: Mapping[str, int], room: Room) -> bool:
         """Return whether the limits allow these sizes in addition to the bytes that are used on each node."""

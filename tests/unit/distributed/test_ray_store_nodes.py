@@ -1,5 +1,6 @@
 """The object stores of single nodes, each of which may be full while the budget of all is not; without Ray."""
 
+import pickle
 import threading
 import time
 
@@ -37,12 +38,65 @@ def test_a_wait_for_another_steps_bytes_on_one_node_is_as_long_as_for_those_of_a
 
 def test_room_that_ray_has_yet_to_report_on_a_node_is_not_waited_for_as_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_store, "_SETTLE_S", 0.2)
-    store = store_of(None, room={**THREE_NODES, "b": (0.3 * GB, GB)})
+    store = store_of(None, room={**THREE_NODES, "b": (0.85 * GB, GB)})
     began = time.monotonic()
     with refused_within(4) as full:
-        put(store, GB // 2, "b")
+        put(store, int(0.7 * GB), "b")
     assert time.monotonic() - began >= 0.2
-    assert full.value.short == pytest.approx(0.4 * GB)
+    assert full.value.short == pytest.approx(0.05 * GB)
+
+
+def test_room_that_others_on_a_cluster_hold_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(ray_store, "_SETTLE_S", 0.2)
+    room = {"a": (0.4 * GB, GB)}
+    store = store_of(None, room=room)
+    threading.Timer(1.0, lambda: room.update(a=(GB, GB))).start()
+    assert put(store, GB // 4).is_readable
+    assert [record.message for record in caplog.records] == [
+        "role rollout, in generate: waits up to 60 s for room in the object store, of which others, such as another "
+        "run on this cluster, hold 600 MB"
+    ]
+
+
+def test_the_error_of_a_store_that_others_fill_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_store, "_SETTLE_S", 0.1)
+    store = store_of(None, wait_s=0.5, room={"a": (0.4 * GB, GB)})
+    began = time.monotonic()
+    with refused_within(30) as full:
+        put(store, GB // 4)
+    assert time.monotonic() - began >= 0.5
+    assert str(full.value).startswith(
+        "role rollout, in generate: 250 MB of tokens and texts exceed the free room in the object store of node a by "
+        "50 MB: 0 bytes of the 800 MB for batches are in use there, and others, such as another run on this cluster, "
+        "hold 600 MB; wait until they end, lower trainer.prompts_per_step"
+    )
+    assert str(pickle.loads(pickle.dumps(full.value))) == str(full.value)
+
+
+@pytest.mark.parametrize(
+    ("budget", "of_store", "of_others"),
+    [
+        (None, 0.19, 0.0),  # weights in transit
+        (None, 0.41, 0.41),
+        (0.6, 0.49, 0.0),  # a small budget leaves more of the store to weights
+        (2.4, 0.19, 0.0),
+        (2.4, 0.41, 0.41),
+    ],
+)
+def test_bytes_that_this_run_does_not_count_are_not_taken_for_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, budget: float | None, of_store: float, of_others: float
+):
+    monkeypatch.setattr(ray_store, "_SETTLE_S", 0.1)
+    room = {**THREE_NODES, "b": ((1 - of_store) * GB, GB)}
+    store = store_of(None if budget is None else budget * GB, wait_s=0.1, room=room)
+    kept = put(store, int(0.2 * GB), "a")  # copies of it may be on the other nodes
+    with refused_within(30) as full:
+        put(store, int(0.79 * GB), "b")
+    assert kept.is_readable
+    shortage = full.value.args[3]
+    assert shortage.others == pytest.approx(of_others * GB)
 
 
 def test_a_step_does_not_wait_for_room_on_a_node_that_its_own_bytes_fill():
