@@ -23,7 +23,9 @@ def export_models(session: Session) -> None:
         with new_model_folder(folder) as staging:
             group.run(Trainable.export_model, str(staging))
             if name == "actor":
-                complete_policy_folder(staging, session.tokenizer, stop_token_ids=session.config.rollout.stop_token_ids)
+                config = session.config
+                stop_token_ids = config.rollout.stop_token_ids
+                complete_policy_folder(staging, config.model, session.tokenizer, stop_token_ids=stop_token_ids)
             else:
                 session.tokenizer.save_pretrained(staging)
         session.run.note(f"{'model' if name == 'actor' else name} written to {folder}")

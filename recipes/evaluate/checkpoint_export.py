@@ -85,7 +85,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     policy = Policy(model)
     load_weights(policy, checkpoint / "actor")
     export_model(policy, folder)
-    complete_policy_folder(folder, tokenizer, stop_token_ids=config.rollout.stop_token_ids)
+    complete_policy_folder(folder, config.model, tokenizer, stop_token_ids=config.rollout.stop_token_ids)
 
 
 def _tokenizer(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> PreTrainedTokenizerBase:

@@ -5,29 +5,73 @@ end the run's responses, the file isn't touched.
 """
 
 import json
+import logging
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from rlpack.config.schema import Model
 from rlpack.data.tokenization import eos_id, pad_id
 
+_log = logging.getLogger(__name__)
 
-def complete_policy_folder(folder: Path, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]) -> None:
-    """Add the tokenizer, and the tokens that end the run's responses, to a policy's exported folder.
+# transformers and vLLM build the processor of images, videos and audio from these.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def complete_policy_folder(
+    folder: Path, model: Model, tokenizer: PreTrainedTokenizerBase, *, stop_token_ids: Sequence[int]
+) -> None:
+    """Add tokenizer, processor, and the tokens that end the run's responses to a policy's exported folder.
 
     Args:
         folder: with the files of `export_model`.
+        model: the `model` section. If the exported model is multimodal, the processor is copied from `model.path`.
         tokenizer: the run's tokenizer.
         stop_token_ids: ids that end a response, in addition to the tokenizer's end of sequence.
 
     Raises:
-        OSError: a file could not be read or written.
+        OSError: a file of the folder could not be read or written.
     """
     tokenizer.save_pretrained(folder)
+    if model.path is not None and _is_multimodal(folder):
+        _copy_processor(model.path, model.revision, folder)
     if (folder / GENERATION_CONFIG_NAME).exists():  # custom models may be unable to generate
         _add_end_tokens(folder / GENERATION_CONFIG_NAME, tokenizer, stop_token_ids)
+
+
+def _is_multimodal(folder: Path) -> bool:
+    """Return whether an exported model has parts for other inputs than text; of some models, only the text's is."""
+    if not (folder / CONFIG_NAME).exists():
+        return False
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    return not {"text_config", "vision_config", "audio_config"}.isdisjoint(config)
+
+
+def _copy_processor(source: str, revision: str | None, folder: Path) -> None:
+    """Copy the processor's files from a folder or the Hub; text can be generated without, so failures are warnings."""
+    base, failures = Path(os.path.expanduser(source)), {}
+    for name in _PROCESSOR_FILES:
+        try:
+            path = base / name if base.is_dir() else Path(hf_hub_download(source, name, revision=revision))
+            if path.exists():
+                shutil.copyfile(path, folder / name)
+        except (EntryNotFoundError, OSError, ValueError) as error:
+            # The other kind of this error: the repository has no such file.
+            if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
+                failures[name] = error
+    if failures:
+        _log.warning(
+            "%s could not be copied from %s to the exported model (%s); copy those that it has into the model's "
+            "folder, or transformers and vLLM may be unable to load the model's processor",
+            *(", ".join(failures), source, str([*failures.values()][-1]).partition("\n")[0]),
+        )
 
 
 def _add_end_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
