@@ -63,7 +63,13 @@ def main() -> int:
     arguments = parser.parse_args()
     warm_up_jit()
     lines = [*bins(arguments.seed), *packing_time(arguments.seed), *plan_time(arguments.seed)]
-    lines += [*lockstep(arguments.seed), *dynamic(arguments.seed), *data_path(arguments.seed), *data_plane()]
+    lines += [
+        *lockstep(arguments.seed),
+        *dynamic(arguments.seed),
+        *data_path(arguments.seed),
+        *microbatches(arguments.seed),
+    ]
+    lines += data_plane()
     for line in lines:
         print(line)
     if arguments.plots:
@@ -229,6 +235,18 @@ def data_path(seed: int) -> list[Line]:
         Line("get them, ms", 1e3 * get, 5.0),
         Line("padded torch tensors / ours, put and get", padded / (put + get), 15.0, least=True),
     ]
+
+
+def microbatches(seed: int) -> list[Line]:
+    """Iterate over the microbatches of a shard, and of half its rows in another order."""
+    seconds: dict[int, float] = {}
+    for rows in (2048, 32768):
+        lengths = trace("lognormal", rows, 8192, seed=seed)
+        batch = BatchedDataDict({"input_ids": Ragged(torch.zeros(int(lengths.sum())).long(), torch.tensor(lengths))})
+        (shard,) = batch.shard(make_plan(lengths, Batching(max_tokens=16384), dp_size=1))
+        half = shard.select(np.random.default_rng(seed).permutation(rows)[: rows // 2])
+        seconds[rows] = best(lambda parts=(shard, half): [list(part.microbatches()) for part in parts], 2)[0]
+    return [Line("microbatches of 32,768 rows / 16 times those of 2,048", seconds[32768] / 16 / seconds[2048], 2.0)]
 
 
 def object_store(shards: list[BatchedDataDict]) -> tuple[float, float, float]:

@@ -299,8 +299,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
             DataError: no plan is attached.
         """
         plan = self._attached()
+        positions = column_ops.positions_of(self.row_ids, self._planned_ids)
         for microbatch in plan.microbatches(step):
-            index = column_ops.positions_of(self.row_ids, self._planned_ids[microbatch.rows])
+            index = positions[microbatch.rows]
             present = index >= 0
             rows = self.select(index[present])
             rows.plan = None

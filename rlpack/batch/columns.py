@@ -24,6 +24,8 @@ def positions_of(ids: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """
     if not ids.size:
         return np.full(queries.shape, -1, dtype=np.int64)
+    if np.array_equal(ids, queries):  # as for each optimizer step of a whole shard: many times faster than sorting
+        return np.arange(ids.size)
     order = np.argsort(ids, kind="stable")
     nearest = order[np.minimum(np.searchsorted(ids, queries, sorter=order), ids.size - 1)]
     return np.where(ids[nearest] == queries, nearest, -1)

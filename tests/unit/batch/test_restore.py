@@ -188,6 +188,17 @@ def test_operations_do_not_grow_with_the_rows(overlong):
     assert counts[0] == counts[1]
 
 
+def test_ids_are_sorted_once_for_all_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    (shard,) = make([1] * 64).shard_by_batch_size(1, sequence_packing={"max_tokens": 4})
+    calls = []
+    argsort = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *args, **kwargs: calls.append(1) or argsort(*args, **kwargs))
+    assert len(list(shard.select(range(1, 64)).microbatches())) == 16
+    assert len(calls) == 1
+    assert len(list(shard.microbatches())) == 16
+    assert len(calls) == 1  # all rows are present, in order
+
+
 def test_ranks_always_walk_the_same_number_of_microbatches():
     shards = make([16, 1, 1]).shard_by_batch_size(4, sequence_packing={"max_tokens": 16})
     assert len({len(list(shard.microbatches())) for shard in shards}) == 1
