@@ -38,6 +38,15 @@ _OPTIONS: tuple[tuple[str, Any, type, str], ...] = (
     ("memory_gb", 80.0, float, "memory of a device, in GB"),
     ("fixed_gb", 0.0, float, "part of that for weights and optimizer state, in GB"),
 )
+_PLAN = (
+    "Show how given sequence lengths would be batched, and the modeled time of a step. Given overrides of `rlpack "
+    "train` instead of lengths, rlpack plan --suggest key=value ... lists layouts and memory switches that fit, "
+    "fastest first."
+)
+_SIMULATE = (
+    "Compare the modeled step times of packed, dynamic and fixed batching for given sequence lengths, also on more "
+    "ranks than you have."
+)
 _ABOVE_ZERO = (
     *("tflops", "memory_gb", "hidden_size", "layers", "rows", "longest", "rows_per_rank", "fixed_rows"),
     *("max_tokens", "mini_batch_size", "pad_to_multiple", "length_multiple", "kb_per_slot"),
@@ -48,10 +57,10 @@ _MAY_BE_ZERO = ("overhead_ms", "fixed_gb")
 class OptionParser(argparse.ArgumentParser):
     """A parser whose errors take one line and suggest the most likely option."""
 
-    def __init__(self, *, prog: str, ranks: str) -> None:
-        """Set the command's name and its default for `--ranks`."""
+    def __init__(self, *, prog: str, ranks: str, description: str) -> None:
+        """Set the command's name, its default for `--ranks`, and what its help says first."""
         epilog = "With a run's directory, its ranks and batching are the defaults."
-        super().__init__(prog=prog, epilog=epilog, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
         self.ranks = ranks
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,24 +87,27 @@ class OptionParser(argparse.ArgumentParser):
 
 def parsers() -> tuple[OptionParser, OptionParser]:
     """Return the parsers of `plan` and `simulate`."""
-    plan, simulate = OptionParser(prog="rlpack plan", ranks="8"), OptionParser(prog="rlpack simulate", ranks="8,64,512")
+    plan = OptionParser(prog="rlpack plan", ranks="8", description=_PLAN)
+    simulate = OptionParser(prog="rlpack simulate", ranks="8,64,512", description=_SIMULATE)
     for parser in (plan, simulate):
         parser.add_argument(
             "lengths",
             help=f".jsonl, .npy or .parquet of lengths, a run's directory, or a synthetic trace: {', '.join(TRACES)}",
         )
-        parser.add_argument("--column", help="column of the length in a .jsonl or .parquet file (length)")
+        parser.add_argument("--column", help="column of the length in a .jsonl or .parquet file (default: length)")
         parser.add_argument(
-            "--ranks", help=f"data-parallel ranks, one number or several, separated by commas ({parser.ranks})"
+            "--ranks", help=f"data-parallel ranks, one number or several, separated by commas (default: {parser.ranks})"
         )
-        parser.add_argument("--mini-batch-size", type=int, help="rows of an optimizer step (all)")
+        parser.add_argument("--mini-batch-size", type=int, help="rows of an optimizer step (default: all)")
         for name, default, kind, meaning in _OPTIONS:
-            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{meaning} ({default})")
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{meaning} (default: {default})")
         parser.add_argument(
-            "--kb-per-slot", type=float, help="activations that a token slot keeps (34 bytes × hidden size × layers)"
+            "--kb-per-slot",
+            type=float,
+            help="activations that a token slot keeps, in kB (default: 34 bytes × hidden size × layers)",
         )
-    plan.add_argument("--mode", choices=MODES, help="batching mode (packed)")
-    plan.add_argument("--algorithm", choices=ALGORITHMS, help="packer of packed mode (best_fit_decreasing)")
+    plan.add_argument("--mode", choices=MODES, help="batching mode (default: packed)")
+    plan.add_argument("--algorithm", choices=ALGORITHMS, help="packer of packed mode (default: best_fit_decreasing)")
     plan.add_argument("--compare", action="store_true", help="show all algorithms and modes")
     plan.add_argument(
         "--suggest", action="store_true", help="search mode (or only --mode), budget, alignment and algorithm"

@@ -27,6 +27,10 @@ FLAG = "--async"
 _WRONG_ARGUMENTS, _WRONG_DATA = 2, 3
 _TRACE_ROWS = 16_384
 _LONGEST_LEAD, _LARGEST_LIMIT = 64, 1000
+_DESCRIPTION = (
+    "Forecast the steps per hour of runs that generate ahead (trainer.lead), for every lead and every split of the "
+    "ranks into engines and training, from the lengths and rates of a run."
+)
 # Add a note if an engine has this many times the responses that were measured.
 _FURTHER = 1.25
 # The steps of a forecast: fewer for large batches, each of which has enough responses for an average.
@@ -60,7 +64,7 @@ def simulate_async(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    parser = OptionParser(prog=f"rlpack simulate {FLAG}", ranks="8")
+    parser = OptionParser(prog=f"rlpack simulate {FLAG}", ranks="8", description=_DESCRIPTION)
     parser.epilog = "With a run's directory, its lengths and rates are the defaults."
     parser.add_argument(FLAG, action="store_true", dest="is_async", help="forecast running ahead (trainer.lead)")
     parser.add_argument(
@@ -68,17 +72,24 @@ def _parser() -> OptionParser:
         help="response lengths: a run's directory, .jsonl, .npy or .parquet, or a synthetic trace: "
         f"{', '.join(TRACES)}",
     )
-    parser.add_argument("--column", help="column of the length in a .jsonl or .parquet file (length)")
-    parser.add_argument("--longest", type=int, help="longest response of a synthetic trace (8192)")
-    parser.add_argument("--ranks", help="ranks in all, for training and engines (8)")
-    parser.add_argument("--leads", help="values of trainer.lead, separated by commas (0,1,2,4)")
+    parser.add_argument("--column", help="column of the length in a .jsonl or .parquet file (default: length)")
+    parser.add_argument("--longest", type=int, help="longest response of a synthetic trace (default: 8192)")
+    parser.add_argument("--ranks", help="ranks in all, for training and engines (default: 8)")
+    parser.add_argument("--leads", help="values of trainer.lead, separated by commas (default: 0,1,2,4)")
     parser.add_argument(
         "--max-staleness",
         help="leave out setups in which a token may be more than this many policy versions old (default: no limit)",
     )
+    defaults = vars(Rates())
     for name, kind, meaning in _OPTIONS:
-        parser.add_argument(f"--{name}", type=kind, help=meaning)
+        default = defaults[_field(name)] * (1e3 if "ms" in name else 1)
+        parser.add_argument(f"--{name}", type=kind, help=f"{meaning} (default: {default:g})")
     return parser
+
+
+def _field(name: str) -> str:
+    """Return the field of `Rates` that an option sets; one in milliseconds sets a field in seconds."""
+    return name.replace("-", "_").replace("_ms", "_s")
 
 
 def _simulate(given: argparse.Namespace) -> None:
@@ -255,12 +266,11 @@ def _lengths_and_rates(given: argparse.Namespace) -> RunRates:
 
 def _with_options(rates: Rates, given: argparse.Namespace) -> Rates:
     """Return rates with the given options in place of measured ones."""
-    chosen = {name.replace("-", "_"): vars(given)[name.replace("-", "_")] for name, _, _ in _OPTIONS}
-    for name in ("token_ms", "token_ms_per_response"):
-        milliseconds = chosen.pop(name)
-        if milliseconds is not None:
-            chosen[name.replace("_ms", "_s")] = milliseconds / 1e3
-    return replace(rates, **{name: value for name, value in chosen.items() if value is not None})
+    values = {name: vars(given)[name.replace("-", "_")] for name, _, _ in _OPTIONS}
+    chosen = {
+        _field(name): value / 1e3 if "ms" in name else value for name, value in values.items() if value is not None
+    }
+    return replace(rates, **chosen)
 
 
 def _whole_number(option: str, text: str, least: int, most: int) -> int:

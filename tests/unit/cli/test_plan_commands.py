@@ -215,6 +215,23 @@ def test_a_mistyped_option_is_one_line_with_the_one_that_was_meant(capsys: pytes
     assert refused(capsys, "plan", "zipf", "--rows", "many").startswith("rlpack plan: argument --rows: invalid int")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (("plan",), ["Show how given sequence lengths would be batched", "rlpack plan --suggest key=value ..."]),
+        (("simulate",), ["Compare the modeled step times", "commas (default: 8,64,512)"]),
+        (("simulate", "--async"), ["Forecast the steps per hour", "engine (default: 20)", "trace (default: 8192)"]),
+    ],
+)
+def test_the_help_says_what_the_command_does_and_which_values_are_defaults(
+    arguments: tuple[str, ...], texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [text for text in texts if text not in shown] == []
+
+
 def test_few_sequences_for_each_rank_are_remarked(capsys: pytest.CaptureFixture[str]) -> None:
     said = "an optimizer step has 64 sequences for 64 ranks, 1 each: its time is that of the longest"
     for command, hint in (("plan", "more rows\n"), ("simulate", "more rows (--rows-per-rank grows them")):
