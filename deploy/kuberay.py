@@ -111,6 +111,8 @@ def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -
     if config.job.pip:
         runtime_env["pip"] = list(config.job.pip)
     spec["runtimeEnvYAML"] = yaml.safe_dump(runtime_env)
+    if config.job.driver_cpus:  # the head has no cores for Ray, so the driver runs on a worker
+        spec["entrypointNumCpus"] = config.job.driver_cpus
     cluster = spec["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     workers["replicas"] = workers["minReplicas"] = workers["maxReplicas"] = parsed.workers

@@ -108,6 +108,13 @@ def test_a_custom_run_is_written_with_its_image_size_secrets_and_environment(kub
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
 
 
+def test_cores_of_the_driver_are_reserved_if_it_gets_any(kuberay, capsys):
+    manifest = written(kuberay, capsys, "--cpus", "3", "--", "run_dir=/shared/mine", "job.driver_cpus=1.5")
+    assert faults(manifest) == []
+    assert manifest["spec"]["entrypointNumCpus"] == 1.5
+    assert "entrypointNumCpus" not in written(kuberay, capsys, "--", "run_dir=/shared/mine")["spec"]
+
+
 def test_a_value_cannot_leave_its_place(kuberay, capsys):
     word = "data.prompt_column='a\"\\n: {b} $(id) # c'"
     manifest = written(kuberay, capsys, "--", "run_dir=/shared/mine", word)
