@@ -40,6 +40,8 @@ _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
     """Run `rlpack train` in a separate process, again after failures, and return the last exit code.
 
+    The code is 130 if a signal ended the run on purpose.
+
     Args:
         arguments: the command's arguments, already validated.
         run_dir: the run's directory.
@@ -54,7 +56,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
         code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
         is_refused = code in (CONFIG_WRONG, DATA_WRONG)
         if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_refused and number == 0):
-            return code
+            return INTERRUPTED if code < 0 else code  # a signal ended it before it could handle one
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
             _report(run_dir, f"the run ended with {cause} after all supervise={restarts} restarts; it is not restarted")

@@ -99,6 +99,19 @@ def test_an_attempt_gets_the_signal_that_its_supervisor_got(
     assert (tmp_path / "received").read_text() == number.name
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_attempt_that_a_signal_kills_on_purpose_is_an_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    script = f"""#!{sys.executable}
+import os, signal
+signal.signal({number:d}, signal.SIG_DFL)
+os.kill(os.getpid(), {number:d})
+"""
+    replace_attempt(tmp_path, monkeypatch, script)
+    assert supervise([], "run", 3) == 130
+
+
 def test_files_of_the_working_directory_replace_no_module_of_an_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
