@@ -7,7 +7,7 @@ from typing import Self
 
 import ray
 
-from rlpack.config.schema import Placement, Pool
+from rlpack.config.schema import Placement
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import check_capacity
@@ -81,14 +81,23 @@ class Cluster:
     def open_pools(self, names: list[str]) -> dict[str, RayRanks]:
         """Start the processes of these pools, unless they run already, and form their process groups.
 
+        On a cluster that others may use, no process starts before all pools have their devices.
+
         Raises:
-            PlacementError: the cluster has fewer devices than the pools claim; raised at once, with what is free.
+            PlacementError: the cluster has fewer devices than the pools claim, which is raised at once, with what is
+                free; or others used them until `placement.start_timeout_s`.
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
         pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
         check_capacity(pools, _nodes(), ask_ray(ray.available_resources))
-        opened = {name: self._open(name, pool) for name, pool in pools.items() if name not in self._pools}
-        for ranks in opened.values():
+        opened = {name: pool for name, pool in pools.items() if name not in self._pools}
+        # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
+        # the workers that Ray starts early, which have imported the roles' modules by now.
+        is_shared = self._placement.address is not None
+        reserved = reserve(opened, self._placement.start_timeout_s) if is_shared and opened else {}
+        for name, pool in opened.items():
+            self._pools[name] = RayRanks(name, pool, reserved.get(name), self._placement, self.store, self.restarts)
+        for ranks in [self._pools[name] for name in opened]:
             ranks.init_process_group(self._job, self._log_path)
         return self._pools
 
@@ -101,14 +110,6 @@ class Cluster:
         if self._log_path is not None:
             for name in names:
                 check_shared(name, self._pools[name], self._log_path.parent)
-
-    def _open(self, name: str, pool: Pool) -> RayRanks:
-        # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
-        # the workers that Ray starts early, which have imported the roles' modules by now.
-        is_shared = self._placement.address is not None
-        reserved = reserve(name, pool, self._placement.start_timeout_s) if is_shared else None
-        self._pools[name] = RayRanks(name, pool, reserved, self._placement, self.store, self.restarts)
-        return self._pools[name]
 
 
 def _store(placement: Placement) -> RayStore:

@@ -1,16 +1,23 @@
 """Reservations: the devices of pools on a cluster that others may use, as Ray's placement groups.
 
 Layouts number the ranks of a tensor- or expert-parallel group consecutively, but Ray doesn't place the bundles of a
-group in their order: it sorts them by an unstable sort, which permutes equal bundles if there are more than 16. So
-ranks are assigned to bundles only once these have their nodes. Invariant (tests/unit/distributed/test_reservations.py):
+placement group in their order: it sorts them by an unstable sort, which permutes equal bundles if there are more than
+16. So ranks are assigned to bundles only once these have their nodes. Ray reserves each placement group as a whole, but
+not several at once: two runs that each had one of their two pools would wait for each other. Invariants
+(tests/unit/distributed/test_reservations.py):
 
-1. the ranks on a node are consecutive; nodes with more of a pool's ranks come first.
+1. the ranks on a node are consecutive; nodes with more of a pool's ranks come first;
+2. a run gets the devices of all its pools or none; while some pools wait, the others hold theirs for at most
+   `_MOST_HOLD_S` at a time.
 """
 
 import logging
+import random
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import ray
 from ray.util.placement_group import (
@@ -29,8 +36,13 @@ logger = logging.getLogger(__name__)
 
 # After waiting this long for devices, a warning says what is free.
 _WARN_S = 10.0
-# Seconds after the end of a wait within which its answer arrives.
-_ANSWER_S = 10.0
+# Interval at which the state of placement groups is read.
+_LOOK_S = 0.2
+# Pools that have their devices wait this long for those that don't; twice as long in each further attempt, since a busy
+# Ray may need seconds for groups that do fit.
+_FIRST_HOLD_S, _MOST_HOLD_S = 1.0, 16.0
+# Runs with the same seed have to pause for different times.
+_RANDOM = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -59,30 +71,95 @@ def bundles_by_rank(node_of: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(sorted(node_of, key=lambda bundle: (-num_on[node_of[bundle]], first_on[node_of[bundle]], bundle)))
 
 
-def reserve(name: str, pool: Pool, timeout_s: float) -> Reservation:
-    """Reserve the devices of a pool.
+def reserve(pools: Mapping[str, Pool], timeout_s: float) -> dict[str, Reservation]:
+    """Reserve the devices of pools, all of them or none.
+
+    While only some pools have their devices, these are given back and requested again after a random pause, so that
+    another run in the same situation can start.
 
     Raises:
-        PlacementError: they were not free within `timeout_s` seconds.
+        PlacementError: they were not free together within `timeout_s` seconds.
     """
-    bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
-    bundles = [{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks
-    group = ask_ray(lambda: placement_group(bundles, strategy="PACK"))
-    if not _is_reserved(group, min(_WARN_S, timeout_s)):
-        logger.warning(
-            "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, but only %s are free",
-            *(name, timeout_s, pool.ranks, listing(bundle), listing(ask_ray(ray.available_resources))),
+    wait, hold_s = _DeviceWait(pools, timeout_s), _FIRST_HOLD_S
+    while True:
+        groups = {name: _request(pool) for name, pool in pools.items()}
+        try:
+            nodes = wait.nodes_of(groups, hold_s)
+        except PlacementError:
+            _release(groups)
+            raise
+        if nodes is not None:
+            return {name: Reservation(group, bundles_by_rank(nodes[name])) for name, group in groups.items()}
+        _release(groups)
+        wait.pause(_RANDOM.uniform(0.0, hold_s), list(pools))
+        hold_s = min(2 * hold_s, _MOST_HOLD_S)
+
+
+class _DeviceWait:
+    """The wait for the devices of pools, with its deadline and its messages."""
+
+    def __init__(self, pools: Mapping[str, Pool], timeout_s: float) -> None:
+        self._pools, self._timeout_s = pools, timeout_s
+        self._began, self._is_warned = time.monotonic(), False
+
+    def nodes_of(self, groups: Mapping[str, PlacementGroup], hold_s: float) -> dict[str, dict[int, str]] | None:
+        """Wait until all groups have their devices, and return Ray's id of the node of each bundle of each.
+
+        Returns None once some of the groups, but not all, have had theirs for `hold_s` seconds.
+        """
+        held_since = time.monotonic()
+        while True:
+            tables = {name: ask_ray(partial(placement_group_table, group)) for name, group in groups.items()}
+            waiting = [name for name, table in tables.items() if table.get("state") != "CREATED"]
+            if not waiting:
+                return {name: table["bundles_to_node_id"] for name, table in tables.items()}
+            if len(waiting) == len(groups):
+                held_since = time.monotonic()
+            if time.monotonic() - held_since > hold_s:
+                return None
+            self.pause(_LOOK_S, waiting)
+
+    def pause(self, seconds: float, waiting: Sequence[str]) -> None:
+        """Sleep; once the wait has taken `_WARN_S`, warn that these pools wait.
+
+        Raises:
+            PlacementError: the wait has reached its deadline.
+        """
+        end, deadline = time.monotonic() + seconds, self._began + self._timeout_s
+        while (now := time.monotonic()) < end:
+            if now >= deadline:
+                raise PlacementError(
+                    f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}; "
+                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, raise the "
+                    f"limit, or lower {', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
+                )
+            if now >= self._began + _WARN_S and not self._is_warned:
+                self._is_warned = True
+                logger.warning(
+                    "waiting up to %g s for devices in use elsewhere: %s; %s are free",
+                    *(self._timeout_s, self._claims(waiting), listing(ask_ray(ray.available_resources))),
+                )
+            time.sleep(max(0.0, min(_LOOK_S, end - now, deadline - now)))
+
+    def _claims(self, names: Sequence[str]) -> str:
+        return " and ".join(
+            f"{self._pools[name].ranks} ranks of {listing(_bundle(self._pools[name]))} each for pool {name}"
+            for name in names
         )
-        if not _is_reserved(group, max(0.0, timeout_s - _WARN_S)):
-            ask_ray(lambda: remove_placement_group(group))
-            raise PlacementError(
-                f"pool {name} did not get its {pool.ranks} ranks within {timeout_s:g} s; "
-                f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, or lower "
-                f"placement.pools.{name}.ranks"
-            )
-    return Reservation(group, bundles_by_rank(ask_ray(lambda: placement_group_table(group))["bundles_to_node_id"]))
 
 
-def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
-    """Wait until a placement group has its devices; return whether it has."""
-    return ask_ray(lambda: group.wait(timeout_s), timeout_s + _ANSWER_S)
+def _bundle(pool: Pool) -> dict[str, float]:
+    """Return what a rank claims."""
+    claims = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
+    return {kind: number for kind, number in claims.items() if number > 0}
+
+
+def _request(pool: Pool) -> PlacementGroup:
+    """Request a placement group for a pool, without waiting for its devices."""
+    return ask_ray(lambda: placement_group([_bundle(pool)] * pool.ranks, strategy="PACK"))
+
+
+def _release(groups: Mapping[str, PlacementGroup]) -> None:
+    """Give up the devices of placement groups, and the requests for them."""
+    for group in groups.values():
+        ask_ray(partial(remove_placement_group, group))

@@ -58,7 +58,7 @@ def test_a_rank_that_no_node_has_room_for_is_refused_at_once(machines: Machines)
 def test_ranks_of_a_node_are_consecutive_though_ray_permutes_more_than_sixteen_bundles(machines: Machines):
     pool = Pool(ranks=36, cpus_per_rank=0.05)
     with Cluster(Placement(address=machines.address, pools={"main": pool})):
-        reserved = reserve("main", pool, 60.0)
+        reserved = reserve({"main": pool}, 60.0)["main"]
         node_of = placement_group_table(reserved.group)["bundles_to_node_id"]
         remove_placement_group(reserved.group)
     nodes = [node_of[bundle] for bundle in reserved.bundles]

@@ -1,11 +1,21 @@
 """Which devices the ranks of a pool get on a cluster that others use; Ray's placement groups are simulated."""
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from threading import Barrier, Lock
+from time import sleep
+from typing import Any, cast
 
 import pytest
+import ray
 
+from rlpack.config.schema import Pool
+from rlpack.distributed import reservations
+from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.reservations import bundles_by_rank
+from rlpack.distributed.reservations import bundles_by_rank, reserve
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -35,3 +45,120 @@ def test_tensor_parallel_groups_are_within_nodes_if_partly_free_nodes_come_first
     assert nodes[:8] == ["whole"] * 8
     for data_rank in range(4):
         assert len({nodes[rank] for rank in range(16) if layout.dp_rank_of(rank) == data_rank}) == 1
+
+
+class Devices:
+    """Ray's placement groups on one node with 8 GPUs: a group is pending until all its bundles fit.
+
+    Attributes:
+        free: number of GPUs that no group has.
+        on_request: called after each request.
+    """
+
+    def __init__(self) -> None:
+        self.free = 8
+        self.on_request: Callable[[], None] = lambda: None
+        self._groups: dict[int, tuple[int, bool]] = {}
+        self._numbers, self._lock = count(), Lock()
+
+    def request(self, bundles: list[dict[str, float]], strategy: str) -> int:
+        assert strategy == "PACK"
+        with self._lock:
+            number = next(self._numbers)
+            self._groups[number] = (len(bundles), False)
+            self._place()
+        self.on_request()
+        return number
+
+    def remove(self, group: int) -> None:
+        with self._lock:
+            size, has_devices = self._groups.pop(group)
+            self.free += size * has_devices
+            self._place()
+
+    def table(self, group: int) -> dict[str, Any]:
+        with self._lock:
+            size, has_devices = self._groups[group]
+        nodes = dict.fromkeys(range(size), "node" if has_devices else "")
+        return {"state": "CREATED" if has_devices else "PENDING", "bundles_to_node_id": nodes}
+
+    def _place(self) -> None:
+        for number, (size, has_devices) in self._groups.items():
+            if not has_devices and size <= self.free:
+                self._groups[number] = (size, True)
+                self.free -= size
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    devices = Devices()
+    monkeypatch.setattr(reservations, "placement_group", devices.request)
+    monkeypatch.setattr(reservations, "remove_placement_group", devices.remove)
+    monkeypatch.setattr(reservations, "placement_group_table", devices.table)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0, "GPU": float(devices.free)})
+    monkeypatch.setattr(reservations, "_LOOK_S", 0.005)
+    monkeypatch.setattr(reservations, "_FIRST_HOLD_S", 0.05)
+    return devices
+
+
+HALVES = {name: Pool(ranks=4, gpus_per_rank=1.0) for name in ("main", "engines")}
+
+
+def test_pools_that_fit_are_reserved_together(devices: Devices):
+    reserved = reserve(HALVES, timeout_s=10.0)
+    assert {name: one.bundles for name, one in reserved.items()} == dict.fromkeys(HALVES, (0, 1, 2, 3))
+    assert devices.free == 0
+
+
+def test_two_runs_that_each_hold_half_of_the_devices_get_all_of_them_one_after_the_other(devices: Devices):
+    both_hold_half, requests = Barrier(2), count()
+    num_reserved: list[int] = []
+
+    def meet() -> None:
+        if next(requests) < 2:
+            both_hold_half.wait(timeout=10.0)
+
+    def run() -> None:
+        reserved = reserve(HALVES, timeout_s=20.0)
+        num_reserved.append(len(reserved))
+        for one in reserved.values():
+            devices.remove(cast(int, one.group))
+
+    devices.on_request = meet
+    with ThreadPoolExecutor(2) as threads:
+        for end in [threads.submit(run) for _ in range(2)]:
+            end.result(timeout=60.0)
+    assert num_reserved == [2, 2]
+    assert devices.free == 8
+
+
+def test_a_run_that_waits_for_its_second_pool_lets_another_run_have_the_first(devices: Devices):
+    long_run = devices.request([{"GPU": 1.0}] * 4, "PACK")
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(reserve, HALVES, timeout_s=20.0)
+        while devices.free:
+            sleep(0.001)
+        small = threads.submit(reserve, {"main": HALVES["main"]}, timeout_s=20.0).result(timeout=60.0)
+        assert not waiting.done()
+        for group in (long_run, cast(int, small["main"].group)):
+            devices.remove(group)
+        assert set(waiting.result(timeout=60.0)) == set(HALVES)
+
+
+def test_devices_that_others_keep_end_the_wait_at_its_deadline_and_none_are_held(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(reservations, "_WARN_S", 0.05)
+    monkeypatch.setattr(reservations, "_FIRST_HOLD_S", 60.0)
+    devices.request([{"GPU": 1.0}] * 4, "PACK")
+    with pytest.raises(PlacementError) as refused:
+        reserve(HALVES, timeout_s=0.3)
+    claim = "4 ranks of 1 CPU, 1 GPU each for pool engines; 8 CPU, 0 GPU are free"
+    assert str(refused.value) == (
+        f"placement.start_timeout_s (0.3) passed without {claim}; wait for others to finish, raise the limit, or lower "
+        "placement.pools.engines.ranks"
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting up to 0.3 s for devices in use elsewhere: {claim}"
+    ]
+    assert devices.free == 4
