@@ -1,6 +1,6 @@
 """`Cluster`: joins or starts a Ray cluster, places pools of ranks on it, and ends everything it started."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,13 +30,21 @@ class Cluster:
         restarts: the restarts of the pools.
     """
 
-    def __init__(self, placement: Placement, job: Submission | None = None, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        job: Submission | None = None,
+        log_path: Path | None = None,
+        *,
+        is_interrupted: Callable[[], bool] | None = None,
+    ) -> None:
         """Join the cluster at `placement.address`, or start one on this machine.
 
         Args:
             placement: the pools, and where they run.
             job: names the secrets that ranks need; None for none.
             log_path: the file to which ranks append what they log, on storage that all nodes share; None for none.
+            is_interrupted: whether to stop waiting for devices, such as after a Ctrl-C; None for never.
 
         Raises:
             PlacementError: no cluster answers at the address, or there is no room for the object store or its budget.
@@ -44,6 +52,7 @@ class Cluster:
         self._placement = placement
         self._job = Submission() if job is None else job
         self._log_path = log_path
+        self._is_interrupted = is_interrupted
         self._pools: dict[str, RayRanks] = {}
         self.restarts = Restarts()
         connect(placement)
@@ -84,6 +93,7 @@ class Cluster:
         On a cluster that others may use, no process starts before all pools have their devices.
 
         Raises:
+            Interrupted: `is_interrupted` returned True while others used the devices.
             PlacementError: the cluster has fewer devices than the pools claim, which is raised at once, with what is
                 free; or others used them until `placement.start_timeout_s`.
             RoleError: the processes did not start by `placement.start_timeout_s`.
@@ -94,7 +104,8 @@ class Cluster:
         # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
         is_shared = self._placement.address is not None
-        reserved = reserve(opened, self._placement.start_timeout_s) if is_shared and opened else {}
+        limits = self._placement.start_timeout_s, self._is_interrupted
+        reserved = reserve(opened, *limits) if is_shared and opened else {}
         for name, pool in opened.items():
             self._pools[name] = RayRanks(name, pool, reserved.get(name), self._placement, self.store, self.restarts)
         for ranks in [self._pools[name] for name in opened]:

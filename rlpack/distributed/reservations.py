@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,7 @@ from rlpack.config.schema import Pool
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import listing
 from rlpack.distributed.errors import PlacementError
+from rlpack.user_code import Interrupted
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +72,29 @@ def bundles_by_rank(node_of: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(sorted(node_of, key=lambda bundle: (-num_on[node_of[bundle]], first_on[node_of[bundle]], bundle)))
 
 
-def reserve(pools: Mapping[str, Pool], timeout_s: float) -> dict[str, Reservation]:
+def reserve(
+    pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] | None = None
+) -> dict[str, Reservation]:
     """Reserve the devices of pools, all of them or none.
 
     While only some pools have their devices, these are given back and requested again after a random pause, so that
     another run in the same situation can start.
 
+    Args:
+        pools: the pools, by name.
+        timeout_s: deadline, in seconds.
+        is_interrupted: whether to stop waiting, such as after a Ctrl-C; None for never.
+
     Raises:
+        Interrupted: `is_interrupted` returned True.
         PlacementError: they were not free together within `timeout_s` seconds.
     """
-    wait, hold_s = _DeviceWait(pools, timeout_s), _FIRST_HOLD_S
+    wait, hold_s = _DeviceWait(pools, timeout_s, is_interrupted), _FIRST_HOLD_S
     while True:
         groups = {name: _request(pool) for name, pool in pools.items()}
         try:
             nodes = wait.nodes_of(groups, hold_s)
-        except PlacementError:
+        except (PlacementError, Interrupted):
             _release(groups)
             raise
         if nodes is not None:
@@ -96,10 +105,11 @@ def reserve(pools: Mapping[str, Pool], timeout_s: float) -> dict[str, Reservatio
 
 
 class _DeviceWait:
-    """The wait for the devices of pools, with its deadline and its messages."""
+    """The wait for the devices of pools, with its deadline and its messages; arguments are those of `reserve`."""
 
-    def __init__(self, pools: Mapping[str, Pool], timeout_s: float) -> None:
+    def __init__(self, pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] | None) -> None:
         self._pools, self._timeout_s = pools, timeout_s
+        self._is_interrupted = is_interrupted
         self._began, self._is_warned = time.monotonic(), False
 
     def nodes_of(self, groups: Mapping[str, PlacementGroup], hold_s: float) -> dict[str, dict[int, str]] | None:
@@ -123,10 +133,13 @@ class _DeviceWait:
         """Sleep; once the wait has taken `_WARN_S`, warn that these pools wait.
 
         Raises:
+            Interrupted: the wait is to stop.
             PlacementError: the wait has reached its deadline.
         """
         end, deadline = time.monotonic() + seconds, self._began + self._timeout_s
         while (now := time.monotonic()) < end:
+            if self._is_interrupted is not None and self._is_interrupted():
+                raise Interrupted
             if now >= deadline:
                 raise PlacementError(
                     f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}; "

@@ -16,6 +16,7 @@ from rlpack.distributed import reservations
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.reservations import bundles_by_rank, reserve
+from rlpack.user_code import Interrupted
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,4 +162,16 @@ def test_devices_that_others_keep_end_the_wait_at_its_deadline_and_none_are_held
     assert [record.getMessage() for record in caplog.records] == [
         f"waiting up to 0.3 s for devices in use elsewhere: {claim}"
     ]
+    assert devices.free == 4
+
+
+@pytest.mark.parametrize("first_hold_s", [60.0, 1e-9], ids=["holding half", "pausing"])
+def test_an_interrupted_run_stops_waiting_and_holds_no_devices(
+    devices: Devices, first_hold_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reservations, "_FIRST_HOLD_S", first_hold_s)
+    devices.request([{"GPU": 1.0}] * 4, "PACK")
+    questions = count()
+    with pytest.raises(Interrupted):
+        reserve(HALVES, timeout_s=20.0, is_interrupted=lambda: next(questions) > 3)
     assert devices.free == 4
