@@ -6,20 +6,19 @@ Shape letters: B rows, T tokens over all rows, L tokens of the longest row, n se
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.batch.conversion import concat_lists, concat_tensors
 from rlpack.batch.copying import can_copy, copy_runs, new_values
 from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
 from rlpack.batch.serialization import from_array, to_array
 
 Rows = Sequence[int] | np.ndarray | Tensor
-_INTEGERS = (int, np.integer, np.bool_)
 
 
 def row_index(rows: Rows, num_rows: int) -> np.ndarray:
@@ -154,27 +153,23 @@ class Ragged:
     def from_rows(cls, rows: Sequence[Tensor | Iterable[Any]], dtype: torch.dtype | None = None) -> "Ragged":
         """Return a column whose row b has the tokens `rows[b]`, a 1-D tensor or a list.
 
+        Numbers are rounded to the nearest one of a floating-point dtype: 16777217 is 16777216 in float32.
+
         >>> Ragged.from_rows([[1, 2], [], [3]], torch.int64).lengths
         tensor([2, 0, 1])
 
         Raises:
-            DataError: `dtype` is missing and rows are not tensors, or a value does not fit the dtype, such as a
-                fraction in an integer column, −1 in an unsigned one, or 2 in a boolean one.
+            DataError: `dtype` is missing and rows are not tensors, tensor rows with tokens differ in dtype, or a value
+                does not fit the dtype, such as a fraction in an integer column, −1 in an unsigned one, 2 in a boolean
+                one, 70000 in a float16 one, or a complex number in a real one.
         """
         if rows and all(isinstance(row, Tensor) for row in rows):
-            tensors = [row for row in rows if isinstance(row, Tensor)]
-            values = torch.cat(tensors)
-            lengths = torch.tensor([len(row) for row in tensors], device=values.device)
-            if dtype is None or values.dtype == dtype:
-                return cls(values, lengths)
-            if _is_integer(dtype) and not _is_integer(values.dtype):
-                raise DataError(f"rows are {values.dtype}, the column is {dtype}, which has no fractions; convert them")
-            return cls(_to_integers(values, lengths, dtype) if _is_integer(dtype) else values.to(dtype), lengths)
+            return cls(*concat_tensors([row for row in rows if isinstance(row, Tensor)], dtype))
         if dtype is None:
             raise DataError("from_rows needs a dtype, unless rows are tensors")
         lists = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
         lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
-        return cls(_from_lists(lists, lengths, dtype), lengths)
+        return cls(concat_lists(lists, lengths, dtype), lengths)
 
     @classmethod
     def concat(cls, columns: Sequence["Ragged"]) -> "Ragged":
@@ -335,53 +330,6 @@ def _check_integers(lengths: Tensor) -> None:
         raise DataError(f"lengths are a {type(lengths).__name__}; pass an integer tensor, one length per row")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise DataError(f"lengths are {lengths.dtype}; they must be integers (torch.int64)")
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    """Return whether a type holds integers or booleans, and so no fractions."""
-    return not (dtype.is_floating_point or dtype.is_complex)
-
-
-def _to_integers(values: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return integers or booleans [T, ...] as `dtype`, another such type.
-
-    Raises:
-        DataError: a value is outside of the range of `dtype`, which torch would silently wrap.
-    """
-    (low, high), (least, most) = _range_of(dtype), _range_of(values.dtype)
-    if least < low or most > high:
-        array = values.cpu().numpy()  # torch compares no uint64
-        outside = np.argwhere((array < low) | (array > high))
-        if outside.size:
-            position = outside[0]
-            row = int(np.searchsorted(lengths.cumsum(0).cpu().numpy(), position[0], side="right"))
-            raise DataError(
-                f"row {row} has {array[tuple(position)]}, and the column is {dtype}, which holds {low} to {high}; pass "
-                "values in this range, or a wider dtype"
-            )
-    return values.to(dtype)
-
-
-def _range_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the least and the greatest value of a type of integers or booleans."""
-    return (0, 1) if dtype == torch.bool else (int(torch.iinfo(dtype).min), int(torch.iinfo(dtype).max))
-
-
-def _from_lists(lists: Sequence[list[Any]], lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the concatenation of all lists, of `lengths` items, as `dtype`."""
-    flat = list(chain.from_iterable(lists))
-    is_integer = _is_integer(dtype)
-    try:
-        values = torch.tensor(flat, dtype=None if is_integer and flat else dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"rows can't be converted to {dtype}: {error}; pass lists of numbers that fit it") from error
-    if values.dtype == dtype:
-        return values
-    if _is_integer(values.dtype):
-        return _to_integers(values, lengths, dtype)
-    floats = ((row, item) for row, items in enumerate(lists) for item in items if not isinstance(item, _INTEGERS))
-    row, value = next(floats, (0, lists[0]))
-    raise DataError(f"row {row} has {value!r} and the column is {dtype}, which has no fractions; pass integers")
 
 
 def _rebuild(values: np.ndarray, dtype: str, lengths: np.ndarray) -> Ragged:

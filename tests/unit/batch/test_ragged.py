@@ -109,7 +109,20 @@ def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
         ([[1, 2], [1.7, 2.9]], torch.int64, "row 1 has 1.7 and the column is torch.int64"),
         ([[0.0, 1.0]], torch.bool, "row 0 has 0.0 and the column is torch.bool"),
         ([[1], torch.tensor([2.5])], torch.int32, "row 1 has 2.5"),
-        ([torch.tensor([1]), torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column is torch.int64"),
+        ([torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column is torch.int64"),
+        ([torch.tensor([1]), torch.tensor([2.5])], None, "row 1 is torch.float32 and row 0 is torch.int64; convert"),
+        ([[], [1.0, 70000.0]], torch.float16, r"^row 1 has 70000.0, and the column is torch.float16, .* 65504"),
+        ([[70000]], torch.float16, "row 0 has 70000.0, and the column is torch.float16"),
+        ([torch.tensor([1.0]), torch.tensor([-70000.0])], torch.float16, "row 1 has -70000.0, and the column is"),
+        ([torch.tensor([70000])], torch.float16, "row 0 has 70000, and the column is torch.float16"),
+        (
+            [torch.tensor([1e39], dtype=torch.float64)],
+            torch.float32,
+            "row 0 has 1e.39, and the column is torch.float32",
+        ),
+        ([torch.tensor([1e39j], dtype=torch.complex128)], torch.complex64, "row 0 has 1e.39j, and the column is"),
+        ([torch.tensor([1 + 2j])], torch.float32, "rows are torch.complex64, the column is .* no imaginary part"),
+        ([[1 + 2j]], torch.float32, "rows can't be converted to torch.float32"),
         ([["a"]], torch.int64, "rows can't be converted to torch.int64"),
         ([[None]], torch.float32, "rows can't be converted to torch.float32"),
         ([[2**70]], torch.int64, "rows can't be converted to torch.int64"),
@@ -126,6 +139,22 @@ def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
 def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
     with pytest.raises(DataError, match=text):
         Ragged.from_rows(rows, dtype)
+
+
+@pytest.mark.parametrize("as_row", [list, torch.tensor])
+def test_numbers_are_rounded_and_infinities_stay(as_row):
+    inf = float("inf")
+    column = Ragged.from_rows([as_row([inf, 2049.0]), as_row([-inf])], torch.float16)
+    assert lists(column) == [[inf, 2048.0], [-inf]]
+    assert Ragged.from_rows([as_row([16777217])], torch.float32).values.tolist() == [16777216.0]
+    assert Ragged.from_rows([as_row([1.5, -2.1])], torch.float8_e5m2).values.float().tolist() == [1.5, -2.0]
+    assert Ragged.from_rows([as_row([float("nan")])], torch.float16).values.isnan().all()
+
+
+def test_an_empty_row_may_be_of_any_dtype():
+    column = Ragged.from_rows([torch.tensor([]), torch.tensor([16777217, 2]), torch.tensor([])])
+    assert lists(column) == [[], [16777217, 2], []]
+    assert Ragged.from_rows([torch.tensor([])], torch.int64).values.dtype == torch.int64
 
 
 @pytest.mark.parametrize("as_row", [list, torch.tensor])
