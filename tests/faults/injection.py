@@ -27,6 +27,7 @@ PHASE_OF = {
     ("rollout", "advance"): "generate",  # of engines that hold rows in flight
     ("reward", "score"): "score",
     ("judge", "score"): "score",
+    ("critic", "advantages"): "advantages",  # other recipes compute them on the driver
     ("actor", "logprobs"): "log-probs",
     ("reference", "logprobs"): "log-probs",
     ("actor", "train_step"): "update",

@@ -15,7 +15,7 @@ from tests.faults.table import PHASES
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.skipif("RLPACK_FAULTS_AHEAD" not in os.environ, reason="more than ten runs, of minutes in all"),
+    pytest.mark.skipif("RLPACK_FAULTS_AHEAD" not in os.environ, reason="some 45 runs, 15 minutes in all"),
 ]
 # A phase in each step but the first, whose checkpoint the second needs, and the last, during which none is generated.
 KILLED_IN = [phase for phase in PHASES if phase != "start"]
@@ -35,8 +35,8 @@ def fault(phase: str, kind: str, step: int, by: str = "order", role: str = "roll
     return names | {"by": by, "step": step, "id": f"{phase} {kind}"}
 
 
-def run(folder: Path, plan: Sequence[dict[str, Any]]) -> Path:
-    with started(folder, plan, AHEAD) as command:
+def run(folder: Path, plan: Sequence[dict[str, Any]], *recipe: str) -> Path:
+    with started(folder, plan, (*AHEAD, *recipe)) as command:
         code, _ = wait(command, is_stopped=False)
         assert code == 0, command.err[-5000:]
     assert [one["id"] for one in fired(folder)] == [one["id"] for one in plan]
@@ -68,17 +68,20 @@ def test_a_batch_is_generated_again_with_the_weights_that_it_began_with(
     assert is_same(disturbed, undisturbed)
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "dapo", "remax"])
 def test_a_run_that_is_killed_in_every_phase_of_a_step_has_the_bits_of_one_that_nothing_stopped(
-    undisturbed: Path, tmp_path: Path
+    tmp_path: Path, recipe: str
 ):
+    undisturbed = run(tmp_path / "undisturbed", [], f"recipe={recipe}")
+    killed = tmp_path / "killed"
     plans = [fault(phase, "kill", step, by="signal", role="driver") for step, phase in enumerate(KILLED_IN, start=2)]
     for plan in plans:
-        with started(tmp_path, [plan], (*AHEAD, "resume=auto")) as command:
+        with started(killed, [plan], (*AHEAD, f"recipe={recipe}", "resume=auto")) as command:
             code, _ = wait(command, is_stopped=False)
             assert code == -signal.SIGKILL, command.err[-5000:]
             assert not command.left_behind(GRACE_S)
-    with started(tmp_path, [], (*AHEAD, "resume=auto")) as command:
+    with started(killed, [], (*AHEAD, f"recipe={recipe}", "resume=auto")) as command:
         code, _ = wait(command, is_stopped=False)
         assert code == 0, command.err[-5000:]
-    assert [one["phase"] for one in fired(tmp_path)] == KILLED_IN
-    assert is_same(tmp_path / "run", undisturbed)
+    assert [one["phase"] for one in fired(killed)] == KILLED_IN
+    assert is_same(killed / "run", undisturbed)
