@@ -1,9 +1,10 @@
 """The section of `rlpack submit`, which runs a job on a Ray cluster."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlpack.config.redaction import looks_secret
 from rlpack.config.sections.section import Count, NonNegative, Section
@@ -26,7 +27,7 @@ _SECRET_END = re.compile(r"_(key|pat|pwd)$", re.IGNORECASE)
 
 
 class Submission(Section):
-    """A run as a job of a Ray cluster: `rlpack submit`."""
+    """A run as a job on a Ray cluster: `rlpack submit`."""
 
     working_dir: str | None = Field(
         default=".",
@@ -59,6 +60,14 @@ class Submission(Section):
         default=120,
         description="Time for a stopped job to finish its step and save before it is killed, in seconds.",
     )
+
+    @field_validator("env_vars", mode="before")
+    @classmethod
+    def _whole_numbers_as_text(cls, values: Any) -> Any:
+        """Convert whole numbers to text: overrides and YAML read 4 as a number."""
+        if not isinstance(values, Mapping):
+            return values
+        return {name: str(value) if type(value) is int else value for name, value in values.items()}
 
 
 def submission_problems(job: Submission) -> Iterator[str]:

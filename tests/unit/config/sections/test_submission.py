@@ -1,8 +1,10 @@
 import pytest
 
+from rlpack.config.compose import compose
 from rlpack.config.rules import broken_rules
 from rlpack.config.sections.submission import Submission, submission_problems
 from tests.builders import tiny_config
+from tests.unit.config.problems import problems
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,12 @@ def test_what_is_no_secret_is_the_jobs_environment():
     }
     job = Submission(env_vars=names | {"HTTPS_PROXY": "http://proxy:3128"})
     assert broken_rules(tiny_config(job=job)) == []
+
+
+def test_whole_numbers_of_a_jobs_environment_are_text():
+    words = ("job.env_vars.OMP_NUM_THREADS=4", "job.env_vars.OFFSET=-1", "job.env_vars.DEBUG='0'")
+    assert compose(words).job.env_vars == {"OMP_NUM_THREADS": "4", "OFFSET": "-1", "DEBUG": "0"}
+    assert problems("job.env_vars.DEBUG=true") == ["job.env_vars.DEBUG is True; it has to be text"]
 
 
 @pytest.mark.parametrize(
