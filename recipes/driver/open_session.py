@@ -68,7 +68,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     with (
         run,
         recorded_spans(directory / FOLDER, "driver"),
-        Cluster(config.placement, config.job, run.log_path) as cluster,
+        Cluster(config.placement, config.job, run.log_path, is_interrupted=lambda: run.interrupted) as cluster,
         run.recording_failures(),
     ):
         run.set_ray_logs(cluster.ray_logs)

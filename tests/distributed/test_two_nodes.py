@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -24,6 +26,7 @@ from rlpack.distributed.reservations import reserve
 from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo, Faulty
+from tests.end_to_end.commands import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -65,6 +68,24 @@ def test_ranks_of_a_node_are_consecutive_though_ray_permutes_more_than_sixteen_b
     assert sorted(reserved.bundles) == list(range(36))
     assert [len(list(ranks)) for _, ranks in groupby(nodes)] == [20, 16]
     assert len(list(groupby(node_of[bundle] for bundle in range(36)))) > 2, "Ray keeps the order of bundles by now"
+
+
+def test_a_run_that_is_terminated_while_it_waits_for_devices_ends_at_once(machines: Machines, tmp_path: Path):
+    command = [sys.executable, "-P", "-m", "rlpack", "train", "experiment=smoke", "run_dir=run"]
+    command += [f"placement.address={machines.address}", "placement.start_timeout_s=200"]
+    every_cpu = {"main": Pool(ranks=2)}
+    with Cluster(Placement(address=machines.address, pools=every_cpu)), (tmp_path / "out").open("w") as out:
+        group = reserve(every_cpu, 60.0)["main"].group
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            until(lambda: "starting the roles" in (tmp_path / "out").read_text(), 120.0)
+            run.terminate()
+            code = run.wait(timeout=30.0)
+        finally:
+            run.kill()
+            run.wait(timeout=30.0)
+            remove_placement_group(group)
+    assert code == 130, (tmp_path / "out").read_text()
 
 
 def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Machines):
