@@ -20,7 +20,7 @@ from torch import Tensor
 from rlpack.batch import columns as column_ops
 from rlpack.batch import sharding
 from rlpack.batch.errors import DataError, MissingColumnError
-from rlpack.batch.fields import FIELDS, Column, Kind, describe
+from rlpack.batch.fields import FIELDS, Column, Kind, check_kind, describe
 from rlpack.batch.ragged import Ragged, Rows, repeat_positions, row_index
 from rlpack.batch.remote import PayloadReader, RemoteColumn
 from rlpack.packing import MicrobatchPlan, RankPlan
@@ -56,12 +56,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         self.plan = self.reader = None
         self.has_explicit_ids = row_ids is not None
         self._planned_ids = np.zeros(0, dtype=np.int64)
-        if row_ids is None:
-            first = next(iter(columns.values()), [])
-            describe(first)
-            self.row_ids = np.arange(len(first))
-        else:
-            self.row_ids = column_ops.distinct_ids(row_ids)
+        self.row_ids = column_ops.row_numbers(columns) if row_ids is None else column_ops.distinct_ids(row_ids)
         for name, column in columns.items():
             self[name] = column
 
@@ -73,10 +68,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return column
 
     def __setitem__(self, name: str, column: Column) -> None:
-        try:
-            describe(column)
-        except DataError as error:
-            raise DataError(f"column {name!r}: {error}") from error
+        check_kind(name, column)
         if len(column) != self.num_rows:
             raise DataError(f"column {name!r} has {len(column)} rows and the batch has {self.num_rows}")
         if name in FIELDS:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlpack.batch.copying import can_copy, copy_from, new_values
 from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
-from rlpack.batch.fields import Column
+from rlpack.batch.fields import Column, check_kind
 from rlpack.batch.ragged import Ragged, Rows, as_array, spans
 from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.serialization import from_array, to_array
@@ -29,6 +29,17 @@ def positions_of(ids: np.ndarray, queries: np.ndarray) -> np.ndarray:
     order = np.argsort(ids, kind="stable")
     nearest = order[np.minimum(np.searchsorted(ids, queries, sorter=order), ids.size - 1)]
     return np.where(ids[nearest] == queries, nearest, -1)
+
+
+def row_numbers(columns: Mapping[str, Column]) -> np.ndarray:
+    """Return the positions of the first column's rows, int64 [B]; without columns, B is 0.
+
+    Raises:
+        DataError: the column has an unknown kind.
+    """
+    name, first = next(iter(columns.items()), ("", []))
+    check_kind(name, first)
+    return np.arange(len(first))
 
 
 def distinct_ids(row_ids: Rows) -> np.ndarray:

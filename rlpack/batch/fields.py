@@ -71,6 +71,14 @@ def describe(column: Column) -> tuple[Kind, torch.dtype | None]:
     raise DataError(f"a column is a tensor [B, ...], a Ragged or a list, not a {type(column).__name__}")
 
 
+def check_kind(name: str, column: Column) -> None:
+    """Raise a `DataError` that names the column unless it has one of the three kinds."""
+    try:
+        describe(column)
+    except DataError as error:
+        raise DataError(f"column {name!r}: {error}") from error
+
+
 _TABLE = (
     Field("input_ids", "per-token", torch.int64),
     Field("response_mask", "per-token", torch.bool),

@@ -140,6 +140,7 @@ def test_padding_is_the_fields_own():
         (lambda b: b.repeat_interleave(-1), "n is -1; it must be an integer"),
         (lambda b: b.update({"rewards": torch.zeros(2, 3)}), r"'rewards' is \[2, 3\]; it must be \[B\]"),
         (lambda b: b.update({"valid": torch.ones(2, 1, dtype=torch.bool)}), r"'valid' is \[2, 1\]"),
+        (lambda b: BatchedDataDict({"a": np.zeros(3)}), "column 'a': .* not a ndarray"),
         (lambda b: BatchedDataDict({}, row_ids=[1, 1]), "2 ids, of which 1 are distinct"),
         (lambda b: BatchedDataDict({}, row_ids=[1.0, 2.0]), "row_ids are float64"),
         (lambda b: BatchedDataDict({}, row_ids=np.array([1.5])), "row_ids are float64"),
