@@ -9,6 +9,7 @@ Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 2. A checkpoint is committed only after all roles have written it. Its state is that of the step that started it.
 3. The next `advance` or `finish` raises the error of a failed save; the previous checkpoint stays.
 4. A folder is never deleted while its commit runs.
+5. Once another process has taken over the run directory, no checkpoint is started or committed.
 """
 
 import logging
@@ -69,15 +70,18 @@ def _role_folder(staging: Staging, role: str) -> str:
 class CheckpointWriter:
     """Writes checkpoints, at most one at a time."""
 
-    def __init__(self, *, keep: int, timeout_s: float) -> None:
+    def __init__(self, *, keep: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Set the limits.
 
         Args:
             keep: number of committed checkpoints to keep.
             timeout_s: deadline of a call of a rank, and of a commit, in seconds.
+            check: raises if the run directory is another process's by now; called before a checkpoint is started, and,
+                in the thread that commits it, before it is renamed.
         """
         self._keep = keep
         self._timeout_s = timeout_s
+        self._check = check
         self._in_flight: _InFlight | None = None
 
     def save(
@@ -94,20 +98,23 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: this checkpoint, or the one in flight, could not be written.
+            RunTakenOverError: the run directory is another process's.
         """
         self.finish()
+        self._check()
         with new_checkpoint(root, step, keep=self._keep) as staging:
             for name, group in groups.items():
                 group.run(Trainable.save, _role_folder(staging, name))
             if write is not None:
                 write(staging.path)
-            staging.commit(state, keep=self._keep)
+            staging.commit(state, keep=self._keep, check=self._check)
 
     def start(
         self, root: Path, step: int, groups: Groups, state: dict[str, Any], write: Callable[[Path], None] | None = None
     ) -> None:
         """Finish the checkpoint in flight, and start another; arguments and errors are those of `save`."""
         self.finish()
+        self._check()
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step, keep=self._keep))
             for name, group in groups.items():
@@ -179,6 +186,13 @@ class CheckpointWriter:
         else:
             self._forget()
 
+    def discard(self) -> None:
+        """Delete the checkpoint in flight without waiting, because another process has taken over the run directory.
+
+        A commit that still runs ends with an error before it renames the checkpoint.
+        """
+        self._forget()
+
     def _forget(self) -> None:
         """Delete the staging directory, unless it is committed or a commit still runs: the next save deletes it."""
         checkpoint, self._in_flight = self._in_flight, None
@@ -189,7 +203,10 @@ class CheckpointWriter:
         """Wait until all roles have written, and commit in a thread."""
         for group in checkpoint.groups.values():
             group.run(Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)
-        commit = partial(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
         # Unlike an executor's threads, this one lets a command that has given up waiting exit.
-        checkpoint.commit = BackgroundCall(commit, name="checkpoint")
+        checkpoint.commit = BackgroundCall(partial(self._commit, checkpoint), name="checkpoint")
         return checkpoint.commit
+
+    def _commit(self, checkpoint: _InFlight) -> None:
+        """Commit; the thread's reference to the checkpoint keeps its stack from being collected, and so closed."""
+        checkpoint.staging.commit(checkpoint.state, keep=self._keep, check=self._check)

@@ -16,11 +16,12 @@ def export_models(session: Session) -> None:
     Raises:
         CheckpointError: a folder could not be hashed or renamed.
         RoleError: a rank could not write its files.
+        RunTakenOverError: another process has taken over the run directory; its models are left alone.
     """
     for name, group in session.trained.items():
         # The folders of roles other than the policy have the roles' names.
         folder = session.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
-        with new_model_folder(folder) as staging:
+        with new_model_folder(folder, check=session.run.check_lock) as staging:
             group.run(Trainable.export_model, str(staging))
             if name == "actor":
                 config = session.config

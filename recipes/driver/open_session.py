@@ -13,6 +13,7 @@ from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.start_roles import start_roles
 from rlpack.models.flops import sequence_cost
+from rlpack.observe.errors import RunTakenOverError
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import METRICS, check_records
 from rlpack.observe.run_lock import RunLock, lock_run_dir
@@ -129,9 +130,15 @@ def _naming_step(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _ending_checkpoint(session: Session) -> Iterator[None]:
-    """End the checkpoint in flight: after an error, commit it if its roles answer; after a second Ctrl-C, delete it."""
+    """End the checkpoint in flight: after an error, commit it if its roles answer.
+
+    After a second Ctrl-C, or if another process has taken over the run directory, delete it.
+    """
     try:
         yield
+    except RunTakenOverError:
+        session.checkpoints.discard()
+        raise
     except Exception:
         session.checkpoints.finish_after_error()
         raise

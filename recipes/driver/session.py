@@ -207,7 +207,8 @@ class Session:
     @cached_property
     def checkpoints(self) -> CheckpointWriter:
         """Return the writer of the session's checkpoints."""
-        return CheckpointWriter(keep=self.config.checkpoint.keep, timeout_s=self.config.placement.call_timeout_s)
+        keep, timeout_s = self.config.checkpoint.keep, self.config.placement.call_timeout_s
+        return CheckpointWriter(keep=keep, timeout_s=timeout_s, check=self.run.check_lock)
 
     def save(self, *, in_background: bool = False) -> None:
         """Write a checkpoint of weights, optimizer and progress; delete older ones.
@@ -328,9 +329,8 @@ class Session:
     def _save_if_due(self, is_last: bool) -> bool:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
-        Return whether one was written.
-
-        After the last step and after Ctrl-C it is written synchronously. After Ctrl-C the run ends once it is written.
+        Return whether one was written. After the last step and after Ctrl-C it is written synchronously. After Ctrl-C
+        the run ends once it is written.
         """
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()

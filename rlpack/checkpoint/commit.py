@@ -24,7 +24,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,20 +63,23 @@ class Staging:
     path: Path
     committed: Path | None = field(default=None, init=False)
 
-    def commit(self, state: Mapping[str, Any], *, keep: int = NEVER_PRUNED) -> dict[str, Any]:
+    def commit(
+        self, state: Mapping[str, Any], *, keep: int = NEVER_PRUNED, check: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Publish the checkpoint, prune older ones, and return the manifest.
 
         Args:
             state: the driver's state (progress, configuration, fingerprints of the prompts) as JSON values. `step`,
                 `format` and `rlpack`, the version, are added.
             keep: number of committed checkpoints to keep; the two newest are always kept.
+            check: raises if another process may write to `root` by now; called before the checkpoint is renamed.
 
         Raises:
             CheckpointError: a file could not be written; earlier checkpoints are untouched.
         """
         assert self.committed is None, "commit is called once"
         try:
-            manifest = self._publish(dict(state))
+            manifest = self._publish(dict(state), check)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} could not be written to {self.root}: {error}"
@@ -84,7 +87,7 @@ class Staging:
         prune(self.root, keep)
         return manifest
 
-    def _publish(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _publish(self, state: dict[str, Any], check: Callable[[], None] | None) -> dict[str, Any]:
         """Write the state, publish the folder, and update the hint."""
         version = {"format": FORMAT, "rlpack": __version__, "step": self.step}
         document = state | version
@@ -92,7 +95,7 @@ class Staging:
         target = self.root / f"step-{self.step}"
         # Only a damaged checkpoint is moved aside; new_checkpoint refuses to replace any other.
         aside = self.root / f".replaced-{self.step}-{secrets.token_hex(4)}"
-        manifest = publish_folder(self.path, target, version, aside=aside)
+        manifest = publish_folder(self.path, target, version, aside=aside, check=check)
         self.committed = target
         write_whole(self.root / HINT, target.name + "\n")
         return manifest

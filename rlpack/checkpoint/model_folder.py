@@ -13,7 +13,7 @@ Invariants (tests/unit/checkpoint/test_model_folder.py):
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,16 +24,19 @@ from rlpack.checkpoint.publish import publish_folder
 
 
 @contextmanager
-def new_model_folder(target: Path) -> Iterator[Path]:
+def new_model_folder(target: Path, *, check: Callable[[], None] | None = None) -> Iterator[Path]:
     """Yield the path of a new folder, which replaces `target` when the block ends.
 
     Args:
         target: the model folder; its parent must exist. Only one process at a time may write it.
+        check: raises if that is another process by now; called before anything in the parent is changed or renamed.
 
     Raises:
         CheckpointError: the folder could not be written or renamed; an earlier one is unchanged, or still exists as
             `.replaced-*`.
     """
+    if check is not None:
+        check()
     _restore(target)
     for debris in target.parent.glob(f".tmp-{target.name}-*"):
         discard_folder(debris)
@@ -41,7 +44,7 @@ def new_model_folder(target: Path) -> Iterator[Path]:
     try:
         yield staging
         aside = target.with_name(f".replaced-{target.name}-{secrets.token_hex(4)}")
-        publish_folder(staging, target, {"rlpack": __version__}, aside=aside)
+        publish_folder(staging, target, {"rlpack": __version__}, aside=aside, check=check)
         for old in target.parent.glob(f".replaced-{target.name}-*"):
             discard_folder(old)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Publish a folder under its final name once it is complete, with a marker that reveals later changes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,14 @@ from rlpack.whole_files import flush, write_whole
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 
 
-def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, aside: Path) -> dict[str, Any]:
+def publish_folder(
+    staging: Path,
+    target: Path,
+    header: Mapping[str, Any],
+    *,
+    aside: Path,
+    check: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """List a folder's files in a manifest, flush everything, rename the folder, and write the marker.
 
     The marker is the SHA-256 of the manifest.
@@ -22,6 +29,7 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
         target: its name from now on.
         header: entries of the manifest besides `files`, as JSON values.
         aside: the name that an earlier folder at `target` is moved to. If renaming `staging` fails, it is moved back.
+        check: called once the folder is complete; nothing is renamed if it raises.
 
     Returns:
         The manifest.
@@ -38,6 +46,8 @@ def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, as
     text = strict_json(manifest)
     (staging / MANIFEST).write_text(text, encoding="utf-8")
     flush_tree(staging)
+    if check is not None:
+        check()
     replaces = target.exists()
     if replaces:
         target.rename(aside)

@@ -165,8 +165,7 @@ class Run:
             SinkWriteError: the metrics can't be written, for example because the disk is full.
             RunTakenOverError: another process has taken over the run directory.
         """
-        if self._lock is not None:
-            self._lock.check()
+        self.check_lock()
         metrics = as_numbers(metrics)
         record = {**metrics, **{name: metrics.get(name, 0.0) + seconds for name, seconds in self._times.items()}}
         self._times = {}
@@ -181,6 +180,15 @@ class Run:
 
         if phase == "train":
             self._check_signal(step, record)
+
+    def check_lock(self) -> None:
+        """Raise if the run directory is no longer this run's; called before writes.
+
+        Raises:
+            RunTakenOverError: another process has taken it over.
+        """
+        if self._lock is not None:
+            self._lock.check()
 
     def _check_signal(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once if the first training steps have equal rewards, and more steps follow."""

@@ -48,6 +48,29 @@ def test_a_failed_export_leaves_the_earlier_folder_alone(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("checks_passed", [0, 1])
+def test_a_parent_that_is_another_processs_by_now_is_left_alone(tmp_path: Path, checks_passed: int):
+    passed = iter(range(checks_passed))
+
+    def check() -> None:
+        if next(passed, None) is None:
+            raise RuntimeError("another process has it")
+
+    target = tmp_path / "model"
+    write(target, "theirs")
+    (tmp_path / ".tmp-model-theirs").mkdir()
+
+    def export() -> None:
+        with new_model_folder(target, check=check) as staging:
+            write(staging, "ours")
+
+    with pytest.raises(RuntimeError, match="another process has it"):
+        export()
+    assert (target / "model.safetensors").read_text() == "theirs"
+    left = {"model"} if checks_passed else {"model", ".tmp-model-theirs"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
 def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path: Path):
     target = tmp_path / "model"
     if (child := os.fork()) == 0:

@@ -51,6 +51,8 @@ class RecordingRun:
 
     def log_samples(self, samples: Any) -> None: ...
 
+    def check_lock(self) -> None: ...
+
     def note(self, message: str) -> None:
         self.notes.append(message)
 

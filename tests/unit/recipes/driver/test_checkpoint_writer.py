@@ -1,5 +1,6 @@
 """Checkpoints that are written while steps go on."""
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from rlpack.checkpoint.commit import Staging, load_state, newest
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.errors import RoleError
+from rlpack.observe.errors import RunTakenOverError
 from rlpack.packing import Batching
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from tests.unit.recipes.driver.sessions import AnsweringGroup
@@ -170,6 +172,60 @@ def test_a_commit_under_way_is_waited_for_and_its_folder_never_deleted(
         while newest(tmp_path) is None and time.monotonic() < until:
             time.sleep(0.01)
     assert newest(tmp_path) == tmp_path / "step-1"
+
+
+class Directory:
+    """A run directory that another process takes over."""
+
+    def __init__(self) -> None:
+        self.is_taken_over = False
+
+    def check(self) -> None:
+        if self.is_taken_over:
+            raise RunTakenOverError("another process has it")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_directory_that_was_taken_over_is_left_to_the_other_process(tmp_path: Path, background: bool):
+    directory, role = Directory(), Role()
+    writer = CheckpointWriter(keep=2, timeout_s=30, check=directory.check)
+    written(writer, tmp_path, role, 1)
+    directory.is_taken_over = True
+    with pytest.raises(RunTakenOverError):
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".tmp-2-other").mkdir()
+    with pytest.raises(RunTakenOverError):
+        written(writer, tmp_path, role, 2, background=background)
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-2-other"]
+
+
+def test_a_commit_under_way_in_a_directory_that_was_taken_over_is_neither_waited_for_nor_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory, role, may_go_on, has_ended = Directory(), Role(), threading.Event(), threading.Event()
+    commit = Staging.commit
+
+    def held(staging: Staging, *arguments: Any, **options: Any) -> Any:
+        assert may_go_on.wait(30.0)
+        try:
+            return commit(staging, *arguments, **options)
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(Staging, "commit", held)
+    writer = CheckpointWriter(keep=2, timeout_s=30, check=directory.check)
+    written(writer, tmp_path, role, 1)
+    role.is_done = True
+    writer.advance()
+    directory.is_taken_over = True
+    writer.discard()
+    writer.abandon()
+    gc.collect()
+    assert len(list(tmp_path.glob(".tmp-1-*/actor/weights"))) == 1
+    may_go_on.set()
+    assert has_ended.wait(30.0)
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_ranks_give_up_on_their_files_before_the_driver_gives_up_on_them(tmp_path: Path):
