@@ -174,7 +174,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
         """Return the rows at these positions (integers or a mask [B]), in this order.
 
         Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids, which belong to no
-        row of a shard's batch, and there is no plan.
+        row of a shard's batch, and there is no plan. Columns of consecutive rows share memory with the batch; others
+        are copies. Don't write to either in place.
         """
         index = row_index(rows, self.num_rows)
         if np.unique(index).size != index.size:
@@ -258,7 +259,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
         """Return one batch per rank: its rows in dispatch order, its plan attached.
 
-        Dropped rows are in no shard. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
+        Dropped rows are in no shard. A shard of consecutive rows shares memory with the batch, like `select`. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
         Without that column, the plan's lengths can't be checked against the batch's, and the plan must truncate no row.
 
         Raises:
@@ -380,7 +381,8 @@ class MicrobatchView:
     """The rows of one forward and backward pass, and the layout of their tokens.
 
     Attributes:
-        rows: the microbatch's rows; a dummy has none.
+        rows: the microbatch's rows; a dummy has none. Consecutive rows share memory with the shard; don't write to them
+            in place.
         layout: slots, positions and segment bounds of the rows' tokens, in row order.
         is_dummy: whether it takes part in the forward and backward pass with zero weight, to keep ranks in lock step.
         index: positions of `rows` in the shard, int64 [n].
