@@ -20,7 +20,7 @@ from rlpack.distributed.errors import ClusterError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_watch import current, ray_ended
-from rlpack.distributed.reservations import Reservation
+from rlpack.distributed.reservations import ReservedDevices
 from rlpack.distributed.start_actors import start_actors
 from rlpack.run_log import log_of_node
 
@@ -53,7 +53,7 @@ class PoolProcesses:
         roles: the roles that were built, by name.
     """
 
-    def __init__(self, name: str, pool: Pool, reserved: Reservation | None, placement: Placement) -> None:
+    def __init__(self, name: str, pool: Pool, reserved: ReservedDevices | None, placement: Placement) -> None:
         """Start the processes; `start` waits for them."""
         self.name = name
         self.nodes: list[str] = []

@@ -47,7 +47,7 @@ _RANDOM = random.SystemRandom()
 
 
 @dataclass(frozen=True)
-class Reservation:
+class ReservedDevices:
     """The devices of a pool.
 
     Attributes:
@@ -74,7 +74,7 @@ def bundles_by_rank(node_of: Mapping[int, str]) -> tuple[int, ...]:
 
 def reserve(
     pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] | None = None
-) -> dict[str, Reservation]:
+) -> dict[str, ReservedDevices]:
     """Reserve the devices of pools, all of them or none.
 
     While only some pools have their devices, these are given back and requested again after a random pause, so that
@@ -98,7 +98,7 @@ def reserve(
             _release(groups)
             raise
         if nodes is not None:
-            return {name: Reservation(group, bundles_by_rank(nodes[name])) for name, group in groups.items()}
+            return {name: ReservedDevices(group, bundles_by_rank(nodes[name])) for name, group in groups.items()}
         _release(groups)
         wait.pause(_RANDOM.uniform(0.0, hold_s), list(pools))
         hold_s = min(2 * hold_s, _MOST_HOLD_S)

@@ -42,7 +42,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.pool_processes import BuiltRole, PoolProcesses
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import raise_if_ray_ended
-from rlpack.distributed.reservations import Reservation
+from rlpack.distributed.reservations import ReservedDevices
 from rlpack.distributed.restarts import MOST_RESTARTS, WINDOW, Restarts
 from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 
@@ -77,7 +77,7 @@ class RestartablePool(ABC):
         self,
         name: str,
         pool: Pool,
-        reserved: Reservation | None,
+        reserved: ReservedDevices | None,
         placement: Placement,
         store: RayStore,
         restarts: Restarts | None = None,
