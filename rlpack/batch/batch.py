@@ -99,6 +99,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def __copy__(self) -> "BatchedDataDict":
         return self.copy()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchedDataDict":
+        return self._like(column_ops.deep_copy(self._columns, memo))  # shares the plan and the reader
+
     @property
     def num_rows(self) -> int:
         """Return the number of rows (B)."""
@@ -259,8 +262,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
         """Return one batch per rank: its rows in dispatch order, its plan attached.
 
-        Dropped rows are in no shard. A shard of consecutive rows shares memory with the batch, like `select`. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
+        Dropped rows are in no shard. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
         Without that column, the plan's lengths can't be checked against the batch's, and the plan must truncate no row.
+        As with `select`, columns of consecutive rows share memory with the batch: don't write to them in place.
 
         Raises:
             DataError: the plan was made for other rows or other lengths.

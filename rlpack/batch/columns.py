@@ -1,5 +1,6 @@
 """Vectorized operations on columns of every kind."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.batch.copying import can_copy, copy_from, new_values
+from rlpack.batch.copying import can_copy, clone, copy_from, new_values
 from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column, check_kind
@@ -303,6 +304,26 @@ def rename(columns: Mapping[str, Column], names: Mapping[str, str]) -> dict[str,
             f"renaming would give two columns the same name {sorted(duplicates)}; the batch has {', '.join(columns)}"
         )
     return dict(zip(renamed, columns.values(), strict=True))
+
+
+def deep_copy(columns: Mapping[str, Column], memo: dict[int, Any]) -> dict[str, Column]:
+    """Return copies of columns, each on its device; `memo` is that of `copy.deepcopy`.
+
+    Remote columns are the same objects: they are immutable, and handles of an object store are not to be copied.
+
+    Raises:
+        DataError: a column was computed on the autograd graph.
+    """
+    copies: dict[str, Column] = {}
+    for name, column in columns.items():
+        try:
+            if isinstance(column, Tensor):
+                copies[name] = clone(column, memo)
+            else:
+                copies[name] = column if isinstance(column, RemoteColumn) else copy.deepcopy(column, memo)
+        except DataError as error:
+            raise DataError(f"column {name!r}: {error}") from error
+    return copies
 
 
 def to_picklable(columns: Mapping[str, Column]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.batch.errors import DataError
+
 # Bytes per thread; below this, starting another thread takes longer than it saves.
 _THREAD_BYTES = 2**23
 # Copies below both limits take less time than compiling the Numba loop, which can't be cached on disk.
@@ -23,6 +25,19 @@ _SMALL_BYTES, _FEW_RUNS = 2**20, 2**10
 def can_copy(values: Tensor) -> bool:
     """Return whether runs of `values` can be copied: on the CPU, and off the autograd graph."""
     return values.device.type == "cpu" and not values.requires_grad
+
+
+def clone(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a copy of a tensor on its device, as `copy.deepcopy` with this `memo` does, but of a view's entries alone.
+
+    Raises:
+        DataError: the tensor was computed on the autograd graph, so a copy would lose its gradient.
+    """
+    if not tensor.is_leaf:
+        raise DataError("a tensor on the autograd graph can't be copied; detach() it first")
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def new_values(like: Tensor, count: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.conversion import concat_lists, concat_tensors
-from rlpack.batch.copying import can_copy, copy_runs, new_values
+from rlpack.batch.copying import can_copy, clone, copy_runs, new_values
 from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
 from rlpack.batch.serialization import from_array, to_array
@@ -317,6 +317,9 @@ class Ragged:
 
     def __copy__(self) -> "Ragged":
         return Ragged(self.values, self.lengths)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ragged":
+        return Ragged(clone(self.values, memo), clone(self.lengths, memo))
 
     def __repr__(self) -> str:
         kind = str(self.values.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.remote import RemoteColumn
 
 TYPES = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16, torch.bfloat16]
 
@@ -70,6 +71,47 @@ def test_every_protocol_and_both_copies_work(protocol):
         assert back["b"].tolist() == [1, 2]
     assert copy.copy(batch)["b"] is batch["b"]
     assert copy.deepcopy(batch)["b"].data_ptr() != batch["b"].data_ptr()
+
+
+def test_a_deep_copy_keeps_devices_gradients_and_the_reader():
+    values = torch.ones(3, requires_grad=True)
+    lengths = torch.tensor([2, 1])
+    rows = {
+        "values": Ragged(values, lengths),
+        "others": Ragged(torch.zeros(3), lengths),
+        "list": [[1], [2]],
+        "meta": torch.zeros(2, device="meta"),
+    }
+    batch = BatchedDataDict(rows, row_ids=[7, 5])
+    batch["note"] = RemoteColumn.whole("handle", "note", ["a", "b"])
+    batch.reader = lambda handles: [{"note": ["a", "b"]} for _ in handles]
+    copied = copy.deepcopy(batch)
+    assert copied["meta"].device.type == "meta"
+    assert copied["values"].values.requires_grad
+    assert copied["values"].values.data_ptr() != values.data_ptr()
+    assert copied["values"].lengths is copied["others"].lengths
+    assert copied["note"] == ["a", "b"]
+    copied["list"][0].append(3)
+    assert batch["list"] == [[1], [2]]
+
+
+def test_a_deep_copy_of_a_shard_has_its_ids_and_plan():
+    (shard,) = BatchedDataDict({"place": torch.tensor([1, 2])}, row_ids=[7, 5]).shard_by_batch_size(1)
+    copied = copy.deepcopy(shard)
+    assert (copied.row_ids.tolist(), copied.has_explicit_ids, copied.plan) == ([7, 5], True, shard.plan)
+    assert [view.rows["place"].tolist() for view in copied.microbatches()] == [[1, 2]]
+
+
+def test_a_deep_copy_has_the_memory_of_its_own_rows_only():
+    copied = copy.deepcopy(BatchedDataDict({"a": torch.zeros(100_000)}).select([3, 4]))
+    assert copied["a"].untyped_storage().nbytes() == 2 * 4
+
+
+def test_a_computed_column_is_not_copied_without_its_graph():
+    values = 2 * torch.ones(2, requires_grad=True)
+    for column in (values, Ragged(values, torch.tensor([1, 1]))):
+        with pytest.raises(DataError, match="column 'loss': a tensor on the autograd graph can't be copied; detach"):
+            copy.deepcopy(BatchedDataDict({"loss": column}))
 
 
 def test_empty_batches_and_strided_columns_can_be_pickled():
