@@ -223,7 +223,7 @@ class RolloutWorker(Worker):
     @broadcast
     def require_weights(self) -> None:
         """Refuse to sample until weights are published; no effect before a layout of weights has been agreed on."""
-        self._received.require_update("the engine is new, and no weights have been published to it")
+        self._received.require_update("the engine is new, but no weights have been published to it")
 
     def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:
         """Return the columns of a rollout batch, with the ids of the rows."""

@@ -180,7 +180,7 @@ class RunMemory:
                 yield f"pool {pool.name} needs {in_units(pool.peak)} of each GPU, which has {in_units(pool.limit)}"
         if self.host_limit is not None and self.host > self.host_limit:
             yield (
-                f"all ranks together need {in_units(self.host)} of host memory, and the machine has "
+                f"all ranks together need {in_units(self.host)} of host memory, but the machine has "
                 f"{in_units(self.host_limit)}{self._start_note()}"
             )
 

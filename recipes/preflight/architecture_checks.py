@@ -255,14 +255,14 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     longest, parts = rollout_length(config)
     if (limit := length_limit(model)) is not None and longest > limit:
         raise ModelError(
-            f"rollout.engine=vllm: rows have up to {longest} tokens ({parts}), and vLLM takes at most {limit} of this "
+            f"rollout.engine=vllm: rows have up to {longest} tokens ({parts}), but vLLM takes at most {limit} of this "
             f"{model.model_type} model (its max_position_embeddings); lower one of the two keys"
         )
     length = engine_length(longest)
     if limit is not None and length > limit:
         raise ModelError(
             f"rollout.engine=vllm: the engine has to take rows of {length} tokens, to compare its log-probs with the "
-            f"trainer's, and vLLM takes at most {limit} of this {model.model_type} model (its "
+            f"trainer's, but vLLM takes at most {limit} of this {model.model_type} model (its "
             "max_position_embeddings); set rollout.engine=hf, or use a model with more positions"
         )
     dtype = config.rollout.dtype or config.actor.precision

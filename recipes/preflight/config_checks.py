@@ -135,7 +135,7 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     """Raise on mistakes that would otherwise stop a rank of `rlpack evaluate`.
 
     Raises:
-        ModelError: `model.path` is no language model that fits the tokenizer and the longest response, or that the
+        ModelError: `model.path` is not a language model that fits the tokenizer and the longest response, or that the
             engine can run; or the tokenizer has no token that ends a response.
         PlacementError: a role's class can't be loaded, built or called, or this machine is too small for the pools.
         RewardError: as for a run.

@@ -15,7 +15,7 @@ _WORD, _LINE, _LINES = 160, 1200, 50
 
 
 def print_error(command: str, message: str) -> None:
-    """Print the error that ended `rlpack <command>`, shortened; a closed standard error is no further error."""
+    """Print the error that ended `rlpack <command>`, shortened; a closed standard error is not a further error."""
     try:
         print(f"rlpack {command}: {concise(message)}", file=sys.stderr, flush=True)
     except OSError:

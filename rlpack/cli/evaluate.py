@@ -50,7 +50,7 @@ Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
 _READ = (*_GROUPS, "evaluate", "seed", "roles", "judge", "job")
-# Keys that name other prompts than those of the run.
+# Keys that name prompts different from those of the run.
 _PROMPTS = {"data", "data.source", "data.validation_source"}
 _ROLES = ("rollout", "reward")
 _READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
@@ -137,7 +137,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser()
     parsed, overrides = options.parse_known_args(arguments)
     if "=" in parsed.model and not Path(parsed.model).exists():
-        options.error(f"the model or run comes first, and {parsed.model} is an override")
+        options.error(f"the model or run comes first, but {parsed.model} is an override")
     return parsed, overrides
 
 
@@ -182,9 +182,9 @@ def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
         elif "=" not in override and not override.startswith("~"):
             yield f"{override!r} is not an override; write key=value, such as evaluate.samples=16"
         elif _is_sweep(override):
-            yield f"{override} has several values, and rlpack evaluate takes one; write a list as {key}=[1,2]"
+            yield f"{override} has several values, but rlpack evaluate takes one; write a list as {key}=[1,2]"
         elif key in ("step", "checkpoint", "evaluate.checkpoint"):
-            yield f"{key} can't be set; give a run's directory first, and the step of its checkpoint by --checkpoint N"
+            yield f"{key} can't be set; give a run's directory first, and its checkpoint's step with --checkpoint N"
         elif section == "model" and name not in _READ_OF_MODEL and (not name or find(key, root) is not None):
             yield f"{key} is set by the model or run that comes first; leave it out"
         elif section == "run_dir":

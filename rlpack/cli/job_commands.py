@@ -1,4 +1,4 @@
-"""`rlpack submit`, `jobs`, `logs` and `stop`: runs as jobs of a Ray cluster."""
+"""`rlpack submit`, `jobs`, `logs` and `stop`: runs as jobs on a Ray cluster."""
 
 import argparse
 import os

@@ -195,7 +195,7 @@ def _rows_of_steps(
         prompts, size = int(config["trainer"]["prompts_per_step"]), int(config["trainer"]["group_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{run_dir} has late groups, and no config.yaml with trainer.prompts_per_step and trainer.group_size; give "
+            f"{run_dir} has late groups, but no config.yaml with trainer.prompts_per_step and trainer.group_size; give "
             "a file of lengths"
         ) from error
     left = [0, *(int(one.get("rollout/groups_left", 0)) for one in taken)]

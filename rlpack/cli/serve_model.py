@@ -158,9 +158,9 @@ def _check_scores(client: httpx.Client, url: str, name: str) -> None:
         answer = client.post(address, json={"model": name, "input": [[0]], "use_activation": False})
         result = read_score(answer.raise_for_status().text, address)
     except (httpx.HTTPError, AttemptFailedError, RewardError) as error:
-        raise EngineError(f"vLLM's server started, and doesn't score a row: {error}") from error
+        raise EngineError(f"vLLM's server started, but doesn't score a row: {error}") from error
     if result.problem:
-        raise EngineError(f"vLLM's server started, and doesn't score a row: {result.detail}")
+        raise EngineError(f"vLLM's server started, but doesn't score a row: {result.detail}")
 
 
 def _models(client: httpx.Client, url: str) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _models(client: httpx.Client, url: str) -> dict[str, Any]:
     try:
         return client.get(f"{url}/models").raise_for_status().json()["data"][0]
     except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise EngineError(f"vLLM's server started, and doesn't list its model: {error}") from error
+        raise EngineError(f"vLLM's server started, but doesn't list its model: {error}") from error
 
 
 def _why_no_chat(client: httpx.Client, url: str, name: str) -> str:

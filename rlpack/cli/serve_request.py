@@ -171,7 +171,7 @@ def _token(name: str, environment: Mapping[str, str]) -> str:
     """Return the token in an environment variable."""
     token = environment.get(name)
     if token is None:
-        raise to_config_error(f"--token-env is {name}, and that environment variable is not set; export it")
+        raise to_config_error(f"--token-env is {name}, but that environment variable is not set; export it")
     if len(token) < _SHORTEST_TOKEN or not _TOKEN.fullmatch(token):
         raise to_config_error(
             f"the environment variable {name} has {len(token)} characters; a token has at least {_SHORTEST_TOKEN}, "
@@ -199,7 +199,7 @@ def _check_port(host: str, port: int) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise to_config_error(
-            f"--port is {port}, and the server can't listen on it at {host}: {reason}; choose another, or 0 for any"
+            f"--port is {port}, but the server can't listen on it at {host}: {reason}; choose another, or 0 for any"
         ) from error
 
 

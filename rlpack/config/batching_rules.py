@@ -36,7 +36,7 @@ def step_size_problems(config: Config) -> Iterator[str]:
     if recipe_of(config).generates and rows > MOST_ROWS:
         yield (
             f"trainer.prompts_per_step ({trainer.prompts_per_step}) · trainer.group_size ({trainer.group_size}) is "
-            f"{rows:,} rows, and a step has at most {MOST_ROWS:,}; lower trainer.prompts_per_step or trainer.group_size"
+            f"{rows:,} rows, but a step has at most {MOST_ROWS:,}; lower trainer.prompts_per_step or trainer.group_size"
         )
 
 
@@ -59,7 +59,7 @@ def own_batching_problems(config: Config) -> Iterator[str]:
 
 
 def cut_problems(config: Config) -> Iterator[str]:
-    """Refuse a critic or a reference that drops or truncates other rows than the actor, and passes that do so."""
+    """Refuse a critic or a reference that drops or truncates different rows from the actor, and passes that do so."""
     cuts = {}
     for role in _CUT_ALIKE:
         if role not in started_roles(config):
@@ -72,9 +72,9 @@ def cut_problems(config: Config) -> Iterator[str]:
         if forward is not None and _cut(forward) != _cut(batching):
             key = f"{role}.forward_batching"
             yield (
-                f"{key} cuts overlong sequences at other lengths than {batching_key(role)}, with overlong="
-                f"{batching.overlong}, so the pass would cover other tokens than the update; leave {key}.max_tokens, "
-                f"{key}.pad_to_multiple and {key}.length_multiple null, or set "
+                f"{key} cuts overlong sequences at different lengths from {batching_key(role)}, with overlong="
+                f"{batching.overlong}, so the pass would cover different tokens from the update; leave "
+                f"{key}.max_tokens, {key}.pad_to_multiple and {key}.length_multiple null, or set "
                 f"{batching_key(role)}.overlong=error or own_microbatch"
             )
     for role, cut in cuts.items():

@@ -24,12 +24,12 @@ def compile_problems(config: Config) -> Iterator[str]:
         key, settings, parallel = f"{role}.compile", role_compute(config, role), role_parallel(config, role)
         if experts := model_sizes(config, role).experts:
             yield (
-                f"{key} is set, and the model has {experts} experts, whose numbers of tokens change with every row, so "
+                f"{key} is set, but the model has {experts} experts, whose numbers of tokens change with every row, so "
                 f"its layers would be compiled repeatedly; set {key}=false"
             )
         if not runs_packed(config, role):
             section = "batching" if own_batching(config, role).mode is None else batching_key(role)
-            yield f"{key} is set, and compiles layers for packed rows only; set {section}.mode=packed or {key}=false"
+            yield f"{key} is set, but compiles layers for packed rows only; set {section}.mode=packed or {key}=false"
         if settings.gradient_checkpointing == "selective":
             yield (
                 f"{key} hides the operations whose outputs {role}.gradient_checkpointing=selective keeps; set "

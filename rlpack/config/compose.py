@@ -111,7 +111,7 @@ def register_base(targets: Sequence[str]) -> Key:
     """Store the defaults of recipes' schemas as Hydra's base node, and return the key that all keys are below.
 
     Raises:
-        ConfigError: a target of `recipe_targets` is no recipe.
+        ConfigError: a target of `recipe_targets` is not a recipe.
     """
     kind = sweep_class(targets or [Recipe().target])
     ConfigStore.instance().store(name=BASE_NODE, node=base_node(kind), provider="rlpack")
@@ -236,7 +236,7 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
 
 
 def _odd_choice_problems(text: str, choices: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each choice in an override's list that is no text, for which Hydra raises a `TypeError`."""
+    """Yield a problem for each choice in an override's list that isn't text, for which Hydra raises a `TypeError`."""
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError):

@@ -36,16 +36,16 @@ def engine_problems(config: Config) -> Iterator[str]:
                 "together; set rollout.engine=vllm, or rollout.deterministic=false"
             )
         if rollout.dtype == "bf16":
-            yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
+            yield "rollout.dtype is bf16, but rollout.engine=hf generates in fp32; set rollout.engine=vllm"
         return
     if rollout.temperature > MOST_VLLM_TEMPERATURE:
         yield (
-            f"rollout.temperature is {rollout.temperature:g}, and vLLM samples at {MOST_VLLM_TEMPERATURE:g} or less; "
+            f"rollout.temperature is {rollout.temperature:g}, but vLLM samples at {MOST_VLLM_TEMPERATURE:g} or less; "
             "lower it, or set rollout.engine=hf"
         )
     if (gpus := gpus_per_rank(config, "rollout")) % 1:
         yield (
-            f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
+            f"the pool of the role rollout has gpus_per_rank={gpus:g}, but vLLM takes whole GPUs or none; set it to 1 "
             "or more, or to 0 with cpus_per_rank"
         )
 

@@ -49,7 +49,7 @@ def _problem(config: Config, role: str) -> str | None:
         sizes = (remedy(config, role, [{"dp_shard": size}]) for size in (ranks // product, -1))
         way_out = alternatives(*sizes, more_ranks(config, role))
         return (
-            f"{key} is {parallel.dp_shard}, so the {role} needs {product * parallel.dp_shard} ranks, and "
+            f"{key} is {parallel.dp_shard}, so the {role} needs {product * parallel.dp_shard} ranks, but "
             f"placement.pools.{pool} has {ranks}; set {way_out or elsewhere}"
         )
     if parallel.vpp > 1 and parallel.pp == 1:

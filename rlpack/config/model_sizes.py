@@ -59,7 +59,7 @@ class ModelSizes:
 
 
 def model_sizes(config: Config, role: str) -> ModelSizes:
-    """Return the sizes of a role's model; all None for a model of the hub."""
+    """Return the sizes of a role's model; all None for a model on the Hub."""
     own = {"critic": config.critic.path, "reward_model": config.reward_model.path}.get(role)
     path = own or config.model.path
     if path is None:

@@ -156,7 +156,7 @@ def find_recipe(target: str) -> RecipeSpec:
     """Return the spec of the recipe in module `target`.
 
     Raises:
-        ConfigError: the module can't be imported or isn't allowed, or it is no recipe.
+        ConfigError: the module can't be imported or isn't allowed, or it is not a recipe.
     """
     if not _MODULE.fullmatch(target):
         raise ConfigError([f"recipe.target is {target!r}; it has to be package.module: {_HOW}"])
@@ -208,7 +208,7 @@ def sweep_class(targets: Sequence[str]) -> type[Config]:
                 raise ConfigError(
                     [
                         f"recipe.target is both {other!r} and {target!r} in this sweep, and each has its own section "
-                        f"{name!r}; give one of the sections another name, or run the recipes by separate commands"
+                        f"{name!r}; give one of the sections another name, or run the recipes with separate commands"
                     ]
                 )
     if len(kinds) == 1:
@@ -227,7 +227,7 @@ def load_main(target: str) -> Callable[[Config], None]:
     try:
         main = vars(import_user_module(target)).get("main")
     except UserCodeError as error:
-        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error}"]) from error
+        raise ConfigError([f"recipe.target is {target!r}, but importing it failed: {error}"]) from error
     if main is None:
         raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
     _check_runs_when_called(target, main)
@@ -289,7 +289,7 @@ def _import(target: str) -> ModuleType:
         raise ConfigError([f"recipe.target is {target!r}: {error} {_PLACES}; {_HOW}"]) from error
     except Exception as error:  # importing user code can raise anything
         reason = describe_exception(error)
-        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {reason}"]) from error
+        raise ConfigError([f"recipe.target is {target!r}, but importing it failed: {reason}"]) from error
 
 
 def _form_problems(target: str, spec: RecipeSpec) -> Iterator[str]:

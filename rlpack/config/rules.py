@@ -93,7 +93,7 @@ def _mini_batches(config: Config) -> Iterator[str]:
     elif size is None:
         key = "mini_batch_size is null"
     elif size >= sequences and config.recipe.target.startswith("rlpack."):  # others may train on more rows
-        key = f"mini_batch_size is {size}, and a rollout batch has only {sequences} sequences"
+        key = f"mini_batch_size is {size}, but a rollout batch has only {sequences} sequences"
     if key is not None:
         yield (
             f"trainer.shuffle_mini_batches is true, but trainer.{key}, so there is nothing to shuffle: set "
@@ -109,7 +109,7 @@ def _optimizer(config: Config) -> Iterator[str]:
     if lora.rank > 0 and optimizer.freeze:
         yield (
             f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
-            "is set too; set it to [] and choose layers by actor.lora.targets, or set actor.lora.rank=0"
+            "is set too; set it to [] and choose layers with actor.lora.targets, or set actor.lora.rank=0"
         )
     if lora.rank > 0 and not lora.targets:
         yield 'actor.lora.targets is [], so no layer would get an adapter; set some, or all of them: ["*"]'
@@ -234,7 +234,7 @@ def _data(config: Config) -> Iterator[str]:
 def _why_nothing_is_held_out(data: Data) -> str | None:
     """Return why training and held-out prompts are the same rows, None if they are not."""
     if data.source.endswith(DATA_FILES):
-        return f"data.validation_source is null, and {data.source} is one file without splits"
+        return f"data.validation_source is null, but {data.source} is one file without splits"
     if data.split == data.validation_split:
         return f"data.validation_source is null, and data.split and data.validation_split are both {data.split!r}"
     return None

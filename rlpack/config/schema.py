@@ -183,14 +183,14 @@ class Model(Section):
 
 
 class Data(Section):
-    """Prompts: a built-in generator, a JSONL or Parquet file, or a dataset of the hub."""
+    """Prompts: a built-in generator, a JSONL or Parquet file, or a dataset on the Hub."""
 
     source: str = Field(
         default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name."
     )
     split: str = Field(default="train", description="Training split (hub and generator).")
     fraction: Unit = Field(
-        default=1.0, description="Share of the training prompts that is used, drawn by the seed; at least one."
+        default=1.0, description="Share of the training prompts that is used, drawn with the seed; at least one."
     )
     validation_source: str | None = Field(
         default=None, description="Source of held-out prompts; null for data.source. A file needs its own."

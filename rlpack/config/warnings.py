@@ -138,7 +138,7 @@ def _unread_in(algorithm: Algorithm) -> dict[str, str]:
         names = ("kl_estimator", "kl_straight_through", "k3_bound")
         reasons |= {f"algorithm.{name}": "algorithm.kl_coef is 0, so there is no KL term" for name in names}
     elif algorithm.kl_placement == "reward":
-        reasons["algorithm.kl_straight_through"] = "algorithm.kl_placement is reward, and only a loss has a gradient"
+        reasons["algorithm.kl_straight_through"] = "algorithm.kl_placement is reward, but only a loss has a gradient"
     return reasons
 
 

@@ -112,7 +112,7 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
     ):  # peft adapts the weights of routed experts as well, which can't be merged
         raise ModelError(
             f"{type(model).__name__} has routed experts ({extra[0]}) that match actor.lora.targets="
-            f"{list(settings.targets)}, and adapters of experts can't be merged; name other layers, such as *.q_proj"
+            f"{list(settings.targets)}, but adapters of experts can't be merged; name other layers, such as *.q_proj"
         )
 
 

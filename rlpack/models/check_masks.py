@@ -72,7 +72,7 @@ def _check_whole(masks: list[LayerMask], length: int, way_out: str) -> None:
         if not torch.equal(mask.allowed, expected):
             query = int((mask.allowed != expected).any(1).nonzero()[0])
             raise ModelError(
-                f"{mask.layer} masks a row of {length} tokens in another way than packed attention would, first at "
+                f"{mask.layer} masks a row of {length} tokens differently from packed attention, first at "
                 f"token {query} (transformers lets it see {int(mask.allowed[query].sum())} tokens, packed attention "
                 f"{int(expected[query].sum())}); {way_out}"
             )
@@ -90,8 +90,8 @@ def _check_far(masks: list[LayerMask], positions: Tensor, way_out: str) -> None:
             query, key = wrong.nonzero()[0].tolist()
             sees = ("sees", "doesn't see") if not expected[query, key] else ("doesn't see", "sees")
             raise ModelError(
-                f"{mask.layer} masks rows over {int(positions[query])} tokens in another way than packed attention "
-                f"would: token {int(positions[query])} {sees[0]} token {int(positions[key])} in transformers and "
+                f"{mask.layer} masks rows over {int(positions[query])} tokens differently from packed attention: "
+                f"token {int(positions[query])} {sees[0]} token {int(positions[key])} in transformers and "
                 f"{sees[1]} it packed; {way_out}"
             )
 

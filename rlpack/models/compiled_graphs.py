@@ -28,7 +28,7 @@ class CompiledGraphs:
             return
         self._has_warned = True
         _log.warning(
-            "%s.compile: %d graphs were compiled, and at most %d were expected, so layers may be compiled again for "
+            "%s.compile: %d graphs were compiled, but at most %d were expected, so layers may be compiled again for "
             "every new length; torch's limit ends this by running them uncompiled. Set %s.compile=false, or look for "
             "the reasons with TORCH_LOGS=recompiles",
             *(self._role, self.count, self._most, self._role),

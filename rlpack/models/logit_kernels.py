@@ -133,7 +133,7 @@ def replace_by_gradients(
 
     Args:
         logits: [C, V], contiguous, fp32, bf16 or fp16, before soft cap and temperature.
-        columns: int64 [C], each label's column; one outside of the logits is no column's.
+        columns: int64 [C], each label's column; one outside of the logits belongs to no column.
         normalizers: fp32 [C], log Σ exp(x) of the logits x after soft cap and temperature, over all ranks' parts.
         means: fp32 [C], the mean of x under softmax(x); not read without entropies.
         by_logprob: fp32 [C], gradients with respect to log-probs.

@@ -59,7 +59,7 @@ def check_positions(model: PreTrainedModel, longest: int, keys: str) -> None:
     ]
     if tables and sizes and longest > min(sizes):
         raise ModelError(
-            f"{type(model).__name__} ({model.config.model_type}) has {min(sizes)} learned positions ({tables[0]}), and "
+            f"{type(model).__name__} ({model.config.model_type}) has {min(sizes)} learned positions ({tables[0]}), but "
             f"rows have up to {longest} tokens ({keys}): lower their sum to {min(sizes)}, or use another model"
         )
 

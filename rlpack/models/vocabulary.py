@@ -21,7 +21,7 @@ def check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
         _ = model.config.get_text_config().vocab_size
     except AttributeError as error:
         raise ModelError(
-            f"{type(model).__name__} has no vocab_size in its config, and generation needs it; set it there (the model "
+            f"{type(model).__name__} has no vocab_size in its config, but generation needs it; set it there (the model "
             f"has {known} embeddings)"
         ) from error
     if vocab_size is not None and vocab_size > known:

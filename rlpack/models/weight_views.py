@@ -112,7 +112,7 @@ class _ViewsOnly(TorchDispatchMode):
 
 
 def _view_of(weight: Tensor, tensor: Tensor) -> WeightView | None:
-    """Return a tensor that shares the weight's memory as a part of it, None if it is no block."""
+    """Return a tensor that shares the weight's memory as a part of it, None if it is not a block."""
     if tensor.untyped_storage()._cdata != weight.untyped_storage()._cdata or tensor.dtype != weight.dtype:
         return None
     if not tensor.numel() or not weight.is_contiguous():

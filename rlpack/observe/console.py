@@ -208,7 +208,7 @@ class Console:
     def _print(self, text: Text) -> None:
         """Print text without wrapping, so that a log has one line per step.
 
-        A closed terminal is no error. Any other output that can't be written, except a closed pipe, causes a warning.
+        A closed terminal is not an error. Any other output error, except for a closed pipe, causes a warning.
         """
         try:
             self._output.print(text, soft_wrap=True, markup=False, emoji=False)

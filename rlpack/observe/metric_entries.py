@@ -287,14 +287,16 @@ METRICS: dict[str, Metric] = {
     "seqlen/mean": Metric("tokens", "Mean tokens of a data rank."),
     "seqlen/minmax_diff": Metric("tokens", "seqlen/max minus seqlen/min."),
     "seqlen/balanced_min": Metric("tokens", "Fewest tokens of a data rank in the actor's plan."),
-    "seqlen/balanced_max": Metric("tokens", "Most tokens of a data rank in the actor's plan."),
+    "seqlen/balanced_max": Metric("tokens", "Maximum number of tokens of a data rank in the actor's plan."),
     "packing/microbatches_per_rank": Metric("1", "Microbatches per rank, dummy ones included."),
     "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
     "packing/bin_utilization": Metric("fraction", "Real tokens over microbatches × token budget."),
     "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
     "packing/bin_balance": Metric("fraction", "Mean slots over the most slots of a microbatch."),
     "packing/packing_efficiency": Metric("fraction", "Lower bound on the number of microbatches, over their number."),
-    "packing/rank_imbalance": Metric("1", "Most slots of a rank over the mean of the ranks, minus 1."),
+    "packing/rank_imbalance": Metric(
+        "1", "Maximum number of slots of a rank, divided by the mean over the ranks, minus 1."
+    ),
     "packing/lockstep_overhead": Metric(
         "1", "Time lost because ranks wait for each other at every microbatch, over the ideal time."
     ),
@@ -317,7 +319,7 @@ METRICS: dict[str, Metric] = {
     "packing/groups_split": Metric("groups", "Groups over the token budget that were split."),
     "packing/slots": Metric("tokens", "Token slots, padding and dummy microbatches included."),
     "store/peak_bytes": Metric(
-        "bytes", "Most bytes of a step's tokens and texts in the object store at one time, without the dataset cache."
+        "bytes", "Peak size of a step's tokens and texts in the object store, without the dataset cache."
     ),
     "recipe/<name>": Metric("1", "A metric of a recipe outside of rlpack."),
     "optimizer_steps": Metric(

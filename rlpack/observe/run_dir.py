@@ -90,7 +90,7 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     place = run_dir.absolute()
     if (size := len(os.fsencode(place))) > _LONGEST_PATH:
         raise RunDirectoryError(
-            f"run_dir has a path of {size:,} bytes, and the files in it need one of at most {_LONGEST_PATH:,}; choose "
+            f"run_dir has a path of {size:,} bytes, but the files in it need one of at most {_LONGEST_PATH:,}; choose "
             "another run_dir"
         )
     try:

@@ -173,7 +173,7 @@ def _run(program: str, stdin: str, timeout_s: float, memory_gb: float) -> _Progr
             succeeded = False
         except PermissionError as error:
             raise RewardError(
-                "unit_tests starts subprocesses, and reward.subprocesses is 0; set reward.subprocesses=1"
+                "unit_tests starts subprocesses, but reward.subprocesses is 0; set reward.subprocesses=1"
             ) from error
         except subprocess.SubprocessError as error:  # raised, without the message, if `restrict` raises
             raise SandboxError("programs can't be confined here, so none is run; see reward.sandbox=strict") from error

@@ -77,7 +77,7 @@ def api_key(variable: str | None, environment: Mapping[str, str] = os.environ) -
     key = environment.get(variable)
     if not key:
         raise RewardError(
-            f"judge.api_key_env is {variable!r}, and that environment variable isn't set; set it where the ranks run, "
+            f"judge.api_key_env is {variable!r}, but that environment variable isn't set; set it where the ranks run, "
             "or set judge.api_key_env=null"
         )
     return key

@@ -93,14 +93,14 @@ def resolve(target: str, key: str = "reward.function") -> RewardCallable:
         module = import_user_module(module_name)
     except Exception as error:  # importing a user's module can raise anything
         reason = describe_exception(error)
-        raise RewardError(f"{key} is {target!r}, and {module_name} can't be imported: {reason}") from error
+        raise RewardError(f"{key} is {target!r}, but {module_name} can't be imported: {reason}") from error
     try:
         with UserCode(f"{key} is {target!r}, and {module_name}", RewardError):
             function = getattr(module, name)
     except AttributeError as error:
         functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
         raise RewardError(
-            f"{key} is {target!r}, and {module_name} has no {name}; its functions are: {functions or 'none'}"
+            f"{key} is {target!r}, but {module_name} has no {name}; its functions are: {functions or 'none'}"
         ) from error
     if not callable(function):
         raise RewardError(f"{key} is {target!r}, which is of type {type(function).__name__} and not a function")

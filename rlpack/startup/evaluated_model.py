@@ -69,7 +69,7 @@ def find_model(given: str, choice: str | None) -> EvaluatedModel:
         return EvaluatedModel(name, checkpoint=checkpoint.resolve(), state=state)
     if choice is not None:
         raise ModelError(
-            f"--checkpoint {choice} needs the directory of a run, and {given!r} is none; leave it out to evaluate a "
+            f"--checkpoint {choice} needs the directory of a run, but {given!r} is not one; leave it out to evaluate a "
             "model"
         )
     if folder is not None:
@@ -161,7 +161,7 @@ def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]
         faults.append(f"{folder}: {fault if folder.exists() else 'the run has since deleted it'}")
     raise CheckpointError(
         f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore "
-        f"damaged files, or choose another by --checkpoint (there are {_existing(folders)})"
+        f"damaged files, or choose another with --checkpoint (there are {_existing(folders)})"
     )
 
 

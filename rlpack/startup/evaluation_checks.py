@@ -71,6 +71,6 @@ def _check_tokenizer(config: Config) -> None:
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             return
         raise ModelError(
-            f"model.path is {config.model.path!r}, and there is no tokenizer in it (none of "
+            f"model.path is {config.model.path!r}, but there is no tokenizer in it (none of "
             f"{', '.join(TOKENIZER_FILES)}); copy it into the folder, or set model.tokenizer"
         )

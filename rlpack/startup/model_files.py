@@ -60,7 +60,7 @@ def hub_models(config: Config) -> Iterator[Repository]:
 
 
 def _sources(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Yield key, folder or hub name, and revision of each model and tokenizer that a run loads."""
+    """Yield key, folder or Hub name, and revision of each model and tokenizer that a run loads."""
     model, roles = config.model, started_roles(config)
     loaded: list[tuple[str, str | None, str | None]] = [
         ("model.path", model.path, model.revision),
@@ -90,7 +90,7 @@ def _check_hub(key: str, name: str, revision: str | None) -> None:
         hint = suggest_path(Path(name), folders_only=True)
         raise ModelError(
             f"{key} is {name!r}: there is no such folder in {Path.cwd()}, {constants.ENDPOINT} can't be asked for it "
-            f"({problem}), and its cache has no such model{hint}; set a folder, or the name of a model that the hub has"
+            f"({problem}), and its cache has no such model{hint}; set a folder, or the name of a model on the Hub"
         )
 
 
@@ -168,7 +168,7 @@ def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
         yield f"the header of {path.name} can't be read ({type(error).__name__}: {error})"
         return
     if (expected := _LENGTH_BYTES + length + end) != size:
-        yield f"{path.name} has {size:,} bytes, and its header describes {expected:,}; it is damaged or truncated"
+        yield f"{path.name} has {size:,} bytes, but its header describes {expected:,}; it is damaged or truncated"
     elif not entries:
         yield f"{path.name} holds no tensors"
     elif missing := sorted(tensors - entries.keys()):
@@ -192,7 +192,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
         return
     if known is not None and size > known:
         yield (
-            f"{key} is {source!r}, whose tokenizer has {size:,} tokens, and the model has {known:,} (vocab_size in "
+            f"{key} is {source!r}, whose tokenizer has {size:,} tokens, but the model has {known:,} (vocab_size in "
             "config.json); set model.tokenizer to the model's own"
         )
     if known is not None:
@@ -202,7 +202,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def _check_same_tokenizers(config: Config) -> None:
-    """Raise if a critic or a reward model in a folder certainly has another tokenizer than the policy."""
+    """Raise if a critic or a reward model in a folder certainly has a different tokenizer from the policy."""
     source = config.model.tokenizer or config.model.path
     policy = _vocabulary(source) if source is not None else {}
     for key, path, _ in _sources(config):

@@ -34,7 +34,7 @@ def check_machine(config: Config, num_gpus: float) -> None:
     gpus = sum(pool.ranks * pool.gpus_per_rank for pool in pools)
     if gpus > num_gpus:
         raise PlacementError(
-            f"placement.pools ({', '.join(names)}) ask for {gpus:g} GPU, and this machine has {num_gpus:g} that "
+            f"placement.pools ({', '.join(names)}) ask for {gpus:g} GPU, but this machine has {num_gpus:g} that "
             "PyTorch can use; set placement=cpu, lower placement.pools.*.ranks or .gpus_per_rank, or join a cluster by "
             "placement.address"
         )
@@ -42,9 +42,9 @@ def check_machine(config: Config, num_gpus: float) -> None:
     limit = MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
     if cpus > limit:
         raise PlacementError(
-            f"placement.pools ({', '.join(names)}) need {cpus:,g} CPUs, and this machine has {os.cpu_count()}; at most "
+            f"placement.pools ({', '.join(names)}) need {cpus:,g} CPUs, but this machine has {os.cpu_count()}; at most "
             f"{MAX_RANKS_PER_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
-            ".cpus_per_rank, or join a cluster by placement.address"
+            ".cpus_per_rank, or join a cluster with placement.address"
         )
     if config.placement.object_store_gb is not None:
         from rlpack.distributed.ray_connection import check_object_store  # imports Ray, which takes a third of a second

@@ -67,11 +67,11 @@ def signature_in_source(key: str, target: str, *, are_called: bool = True) -> Re
     except Uncertain:
         return None
     except SyntaxError as error:
-        raise RewardError(f"{key} is {target!r}, and {module} can't be imported: SyntaxError: {error}") from error
+        raise RewardError(f"{key} is {target!r}, but {module} can't be imported: SyntaxError: {error}") from error
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     if name not in words_of(tree):
         names = ", ".join(node.name for node in functions if not node.name.startswith("_"))
-        raise RewardError(f"{key} is {target!r}, and {module} has no {name}; its functions are: {names or 'none'}")
+        raise RewardError(f"{key} is {target!r}, but {module} has no {name}; its functions are: {names or 'none'}")
     for node in functions if are_called else ():
         if node.name == name and not node.decorator_list and count_bindings(tree, name) == 1:
             return read_signature(_UnimportedFunction(target, parameters_of(node.args)), key)

@@ -86,7 +86,7 @@ def _is_placement(values: Mapping[str, Any]) -> bool:
 
 
 def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
-    """Return the error of a state with other fields than this version writes."""
+    """Return the error of a state whose fields differ from those that this version writes."""
     version = ascii(state.get("rlpack")).strip(_QUOTES)
     return CheckpointError(
         f"checkpoint {checkpoint} has other fields in its state.json than rlpack {__version__} writes; it was written "
@@ -104,7 +104,7 @@ def check_steps(progress: Mapping[str, Any], config: Config) -> None:
     if progress["phase"] == "train" and steps is not None and done > steps:
         raise ConfigError(
             [
-                f"trainer.steps is {steps}, and the run in run_dir={config.run_dir} has done {done} steps; set "
+                f"trainer.steps is {steps}, but the run in run_dir={config.run_dir} has done {done} steps; set "
                 f"trainer.steps to {done} or more, or choose another run_dir"
             ]
         )
@@ -201,7 +201,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
     differing += _other_ranks(saved, config)
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(
-            f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} has no reference: the "
+            f"algorithm.kl_coef is {config.algorithm.kl_coef}, but run_dir={config.run_dir} has no reference: the "
             "policy that the run began with was not stored; set algorithm.kl_coef=0, or choose another run_dir"
         )
     if differing:

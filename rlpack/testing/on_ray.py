@@ -106,7 +106,7 @@ def _target(kind: type[Any]) -> str:
     except PlacementError as error:
         raise ContractError("processes", f"ranks can't import {kind.__qualname__}: {error}", remedy) from error
     if loaded is not kind:
-        raise ContractError("processes", f"{target} is another class than the one that is checked", remedy)
+        raise ContractError("processes", f"{target} is not the class that is checked", remedy)
     return target
 
 

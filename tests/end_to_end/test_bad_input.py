@@ -183,7 +183,7 @@ def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninter
         ("data.generator.largest_operand=3", "data.generator.largest_operand is 3 and the checkpoint"),
         ("model=small", "model.config.hidden_size (256, was "),
         ("sft_warmup.steps=41", "sft_warmup.steps is 41 and the checkpoint"),
-        ("trainer.steps=1", "trainer.steps is 1, and the run in run_dir="),
+        ("trainer.steps=1", "trainer.steps is 1, but the run in run_dir="),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(folder, capsys, uninterrupted, change, message):

@@ -195,11 +195,11 @@ def refused(folder: Path) -> str:
 
 
 def test_a_classifier_with_two_labels_is_refused(tmp_path):
-    words = "is a sequence classifier with 2 labels, and a reward model has 1"
+    words = "is a sequence classifier with 2 labels, but a reward model has 1"
     assert words in refused(saved(classifier("qwen2", labels=2), tmp_path / "two"))
 
 
 def test_a_reward_model_that_vllm_lacks_is_refused_with_the_way_out(tmp_path):
     printed = refused(saved(classifier("diffllama"), tmp_path / "other"))
-    assert "is a diffllama reward model, and the installed vLLM has no DiffLlamaForCausalLM" in printed
+    assert "is a diffllama reward model, but the installed vLLM has no DiffLlamaForCausalLM" in printed
     assert "reward_model.path=" in printed

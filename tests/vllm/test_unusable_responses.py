@@ -79,7 +79,7 @@ def cut_off(output: Any) -> Any:
         (with_value(float("nan")), "vLLM returned the log-prob nan for token 2; it has to be finite and at most 0"),
         (with_value(0.5), "vLLM returned the log-prob 0.5 for token 2; it has to be finite and at most 0"),
         (outside, f"token id {VOCABULARY}"),
-        (other_tokens, "vLLM returned log-probs for other tokens than it sampled"),
+        (other_tokens, "vLLM returned log-probs for tokens that it has not sampled"),
         (cut_off, "vLLM ended the request after 6 tokens with 'error'"),
     ],
     ids=["missing", "too few", "NaN", "positive", "outside the vocabulary", "of other tokens", "cut off"],

@@ -325,7 +325,7 @@ def test_an_engine_that_cant_read_a_gpus_memory_says_so_and_takes_shared_memory(
     )
     shared_engine._sender.open(DeviceBuffers([torch.device("cpu")], sharing))
     assert "CUDA IPC failed" in caplog.text
-    assert "EngineError: bucket 0 of the weights is on a GPU, and the engine runs on cpu" in caplog.text
+    assert "EngineError: bucket 0 of the weights is on a GPU, but the engine runs on cpu" in caplog.text
     built = policy("qwen2", tied=False, seed=35)
     send(shared_engine, built)
     assert gap(shared_engine, built) <= 1e-4

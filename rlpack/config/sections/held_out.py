@@ -12,7 +12,9 @@ class EvaluationSet(Section):
 
     source: str | None = Field(default=None, description="As data.source; null for that of the held-out prompts.")
     split: str | None = Field(default=None, description="Its split; null for data.validation_split.")
-    limit: Count | None = Field(default=None, description="Most prompts, drawn by the seed; null for all.")
+    limit: Count | None = Field(
+        default=None, description="Maximum number of prompts, drawn with the seed; null for all."
+    )
     at_end: bool = Field(default=False, description="Evaluate once, after the last step: a test set.")
     reward_function: str | None = Field(
         default=None, description="As reward.function, for these prompts; null for the run's reward."

@@ -198,7 +198,7 @@ def read_identity(folder: Path) -> dict[str, Any]:
         or not all(isinstance(document.get(name), dict) for name in ("arguments", "hashes"))
     ):
         raise EvaluationError(
-            f"{path} has another format than this version of rlpack writes; choose another evaluate.output_dir"
+            f"{path} is not in the format of this version of rlpack; choose another evaluate.output_dir"
         )
     return document
 

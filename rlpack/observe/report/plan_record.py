@@ -181,7 +181,7 @@ def _responses(values: dict[str, Any], lengths: Sequence[int]) -> tuple[int, ...
         return None
     for row, (response, length) in enumerate(zip(responses, lengths, strict=True)):
         if not 0 <= response <= length:
-            raise ValueError(f"the response of row {row} has {response} tokens, and the row {length}")
+            raise ValueError(f"the response of row {row} has {response} tokens, but the row {length}")
     return responses
 
 

@@ -58,7 +58,7 @@ UNUSABLE_ARGUMENTS: Mapping[str, str] = {
         "vLLM would return the experts that it chose, which rlpack doesn't read; remove it, and set "
         "actor.moe.replay_routing=true to replay those that the actor chooses for the old log-probs",
     ),
-    "watermark_config": "vLLM would choose other tokens than by the log-probs that it returns; remove it",
+    "watermark_config": "vLLM would choose tokens that its log-probs do not describe; remove it",
 }
 # Arguments that `rlpack serve` sets, and the options to set instead.
 SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
@@ -121,7 +121,7 @@ def argument_problems(
         elif name not in known:
             close = get_close_matches(name, known - own.keys(), n=1)
             hint = f"; did you mean {section}.{close[0]}?" if close else ""
-            yield f"{section}.{name} is no engine argument of the installed vLLM{hint or '; remove it'}"
+            yield f"{section}.{name} is not an engine argument of the installed vLLM{hint or '; remove it'}"
         elif expected := _expected(f"{section}.{name}", name, arguments[name], on_gpu=on_gpu):
             yield f"{section}.{name} is {_shown(arguments[name])}; it has to be {expected}"
 

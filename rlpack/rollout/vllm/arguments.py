@@ -227,7 +227,7 @@ def cache_problem(shape: Shape, capacity: Capacity, *, key: str, lower: str) -> 
     if given is None or given >= least:
         return None
     return (
-        f"{key} is {capacity.kv_cache_gb:g}, and the cache has to hold the keys and values of two rows of "
+        f"{key} is {capacity.kv_cache_gb:g}, but the cache has to hold the keys and values of two rows of "
         f"{capacity.max_length} tokens in {capacity.dtype}; set it to at least {_in_gb(least)}, or lower {lower}"
     )
 

@@ -42,7 +42,7 @@ def classifier_arguments(config: PreTrainedConfig, *, model: str) -> dict[str, A
     """
     if config.num_labels != 1:
         raise EngineError(
-            f"{model!r} is a sequence classifier with {config.num_labels} labels, and a reward model has 1; give one "
+            f"{model!r} is a sequence classifier with {config.num_labels} labels, but a reward model has 1; give one "
             "that was trained with num_labels=1"
         )
     way_out = _WAY_OUT.format(model=model)
@@ -54,12 +54,12 @@ def classifier_arguments(config: PreTrainedConfig, *, model: str) -> dict[str, A
         )
     if architecture not in supported_architectures():
         raise EngineError(
-            f"{model!r} is a {config.model_type} reward model, and the installed vLLM has no {architecture}; {way_out}"
+            f"{model!r} is a {config.model_type} reward model, but the installed vLLM has no {architecture}; {way_out}"
         )
     heads = _heads(_built(config, model))
     if heads != [_HEAD]:
         raise EngineError(
-            f"{model!r} is a {config.model_type} with the heads {', '.join(heads) or 'none'}, and vLLM loads one "
+            f"{model!r} is a {config.model_type} with the heads {', '.join(heads) or 'none'}, but vLLM loads one "
             f"linear head named {_HEAD}; {way_out}"
         )
     return {

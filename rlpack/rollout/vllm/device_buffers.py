@@ -172,7 +172,7 @@ class DeviceReader:
         own = self._sharing.id_of(self._device)
         if (handle := note.handles.get(own)) is None:
             gpus = ", ".join(note.handles)
-            raise EngineError(f"bucket {note.index} of the weights is on the GPU {gpus}, and the engine's is {own}")
+            raise EngineError(f"bucket {note.index} of the weights is on the GPU {gpus}, but the engine's is {own}")
         memory = self._opened(note.index % NUM_BUFFERS, handle, note.index)[: note.num_bytes]
         return checked_views(memory, note, checksum(memory))
 

@@ -188,7 +188,7 @@ def _logprobs(of_row: str, output: Any, params: SamplingParams) -> torch.Tensor:
         raise EngineError(f"vLLM returned {count} log-probs for the {len(output.token_ids)} tokens{of_row}")
     first = np.asarray(flat.start_indices)
     if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
-        raise EngineError(f"vLLM returned log-probs{of_row} for other tokens than it sampled")
+        raise EngineError(f"vLLM returned log-probs{of_row} for tokens that it has not sampled")
     values = torch.tensor(np.asarray(flat.logprobs, dtype=np.float32)[first])
     if (wrong := ~(values.isfinite() & (values <= _ROUNDING))).any():
         index = int(wrong.nonzero()[0])
@@ -228,6 +228,6 @@ def prompt_logprobs(output: Any, length: int) -> torch.Tensor:
         raise EngineError(f"vLLM returned {count} log-probs for a prompt of {length} tokens")
     first = np.asarray(flat.start_indices[1:])
     if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.prompt_token_ids[1:])):
-        raise EngineError("vLLM returned log-probs of other tokens than those of the prompt")
+        raise EngineError("vLLM returned log-probs of tokens that are not those of the prompt")
     values = np.asarray(flat.logprobs, dtype=np.float32)[first]
     return torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.float32), values]))

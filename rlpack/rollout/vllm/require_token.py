@@ -32,9 +32,7 @@ class RequireToken:
         """
         token = os.environ.get(TOKEN_VARIABLE)
         if not token:
-            raise ValueError(
-                f"the environment variable {TOKEN_VARIABLE} is not set, and no request may come without it"
-            )
+            raise ValueError(f"the environment variable {TOKEN_VARIABLE} is not set, but every request needs a token")
         self._app = app
         self._token = token.encode()
 

@@ -121,7 +121,7 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
     given, limit = options.max_length, length_limit(config)
     if given is not None and limit is not None and given > limit and "hf_overrides" not in options.vllm:
         raise EngineError(
-            f"--max-length is {given}, and vLLM takes at most {limit} tokens of this {config.model_type} model (its "
+            f"--max-length is {given}, but vLLM takes at most {limit} tokens of this {config.model_type} model (its "
             f"max_position_embeddings); lower it to {limit} or less"
         )
     eager = options.vllm.get("enforce_eager")

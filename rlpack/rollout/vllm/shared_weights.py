@@ -174,7 +174,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         if not note.handles:
             return self._reader.read(note, index)
         if self.device.type != "cuda":
-            raise EngineError(f"bucket {note.index} of the weights is on a GPU, and the engine runs on {self.device}")
+            raise EngineError(f"bucket {note.index} of the weights is on a GPU, but the engine runs on {self.device}")
         return self._device_reader.read(note, index)
 
     def _load_directly(self, loader: DirectLoader, weights: Mapping[str, Tensor]) -> None:

@@ -37,5 +37,5 @@ def installation_problem(*, on_gpu: bool) -> str | None:
     if found is None:
         return f"the package {package} is not installed"
     if found not in SUPPORTED:
-        return f"{package} {found} is installed, and rlpack works with {SUPPORTED}"
+        return f"{package} {found} is installed, but rlpack works with {SUPPORTED}"
     return None

@@ -85,7 +85,7 @@ def test_a_host_that_others_reach_needs_a_token_of_the_users(model):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({}, "--token-env is MINE, and that environment variable is not set; export it"),
+        ({}, "--token-env is MINE, but that environment variable is not set; export it"),
         ({"MINE": "short"}, "MINE has 5 characters; a token has at least 16"),
         ({"MINE": TOKEN + " "}, "MINE has 17 characters; a token has at least 16, printable ASCII without spaces"),
         ({"MINE": TOKEN + "\n"}, "printable ASCII without spaces"),
@@ -109,7 +109,7 @@ def test_a_token_that_no_header_takes_or_anyone_guesses_is_refused_without_being
         (["max_num_seqs=3"], "'max_num_seqs=3' is not an option; write vllm.<argument>=value"),
         (["vllm.max_num_seqs=[1"], "vllm.max_num_seqs=[1 can't be read"),
         (["vllm.served_model_name=a,b"], "vllm.served_model_name=a,b has several values; write a list as vllm."),
-        (["vllm.max_num_sequences=1"], "is no engine argument of the installed vLLM; did you mean vllm.max_num_seqs?"),
+        (["vllm.max_num_sequences=1"], "not an engine argument of the installed vLLM; did you mean vllm.max_num_seqs?"),
         (["vllm.port=1"], "vllm.port: rlpack sets this argument of vLLM itself; set --port instead"),
         (["vllm.dtype=half"], "vllm.dtype: rlpack sets this argument of vLLM itself; set --dtype instead"),
         (["vllm.api_key=abc"], "vllm.api_key: rlpack sets this argument of vLLM itself; set --token-env instead"),
@@ -138,7 +138,7 @@ def test_the_quotes_that_a_refusal_shows_make_a_text(model):
 def test_a_port_in_use_is_refused_before_anything_starts(model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"--port is {port}, and the server can't listen on it at 127.0.0.1" in refusal(
+        assert f"--port is {port}, but the server can't listen on it at 127.0.0.1" in refusal(
             model, "--port", str(port)
         )
 

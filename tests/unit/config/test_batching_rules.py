@@ -25,7 +25,7 @@ def problems(**sections: Any) -> str:
 def test_a_step_has_no_more_rows_than_the_driver_can_plan():
     assert problems(trainer={"prompts_per_step": 1 << 10, "group_size": 1 << 10}) == ""
     message = problems(trainer={"prompts_per_step": 32, "group_size": 2147483647})
-    assert "(32) · trainer.group_size (2147483647) is 68,719,476,704 rows, and a step has at most 1,048,576" in message
+    assert "(32) · trainer.group_size (2147483647) is 68,719,476,704 rows, but a step has at most 1,048,576" in message
 
 
 def forward(role: str, **values: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_an_alignment_of_its_own_counts_against_the_inherited_budget():
 def test_where_the_budget_cuts_rows_a_pass_has_to_cut_the_same(overlong: str):
     batching = {"max_tokens": 100, "overlong": overlong}
     found = problems(batching=batching, **forward("actor", max_tokens=400))
-    assert found.startswith("actor.forward_batching cuts overlong sequences at other lengths than batching, with")
+    assert found.startswith("actor.forward_batching cuts overlong sequences at different lengths from batching, with")
     assert "leave actor.forward_batching.max_tokens, " in found
     assert problems(batching=batching, **forward("actor", algorithm="concatenative")) == ""
     assert problems(batching=batching | {"overlong": "own_microbatch"}, **forward("actor", max_tokens=400)) == ""

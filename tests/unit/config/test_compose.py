@@ -92,7 +92,10 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
         ("experiment=[lora,nope]", "experiment=nope is not a choice; experiment has: eight_bit, lora, smoke"),
         ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, gmpo, grpo, gspo"),
         ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),
-        ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
+        (
+            "trainer.steps=???",
+            "trainer.steps is missing; set trainer.steps=… (number of training steps; each trains on one rollout batch)",
+        ),
         ("run_dir=${no.such.key}", "run_dir: "),
         ("run_dir=${run_dir}", "run_dir: "),
         ("run_dir=${oc.env:RLPACK_IS_NOT_SET}", "RLPACK_IS_NOT_SET"),

@@ -19,7 +19,7 @@ def test_adapters_in_fp32_are_refused_on_gpus_and_nowhere_else():
 
 
 def test_temperatures_that_vllm_refuses_are_refused_at_once_and_with_vllm_only():
-    with pytest.raises(ConfigError, match=r"rollout\.temperature is 2\.5, and vLLM samples at 2 or less; lower it, or"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature is 2\.5, but vLLM samples at 2 or less; lower it, or"):
         compose(["rollout.engine=vllm", "rollout.temperature=2.5"])
     compose(["rollout.engine=vllm", "rollout.temperature=2.0"])
     compose(["rollout.temperature=2.5"])

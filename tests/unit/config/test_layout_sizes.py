@@ -84,7 +84,7 @@ def test_roles_without_a_model_have_data_ranks_only():
         (
             4,
             {"dp_shard": 2},
-            "actor.parallel.dp_shard is 2, so the actor needs 2 ranks, and placement.pools.main has 4; set "
+            "actor.parallel.dp_shard is 2, so the actor needs 2 ranks, but placement.pools.main has 4; set "
             "actor.parallel.dp_shard=4, or actor.parallel.dp_shard=-1, or placement.pools.main.ranks=2",
         ),
         (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard=2, or actor.parallel.dp_shard=-1"),

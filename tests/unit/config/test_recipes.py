@@ -437,7 +437,7 @@ def test_a_recipe_apart_from_its_spec_that_exits_on_import_is_one_clear_error(ow
     path.with_name("my_recipe_spec.py").write_text(RECIPE)
     path.write_text("import sys\nsys.exit(0)\n")
     assert main(["train", f"recipe.target={own}", "run_dir=new"]) == 2
-    assert f"recipe.target is '{own}', and importing it failed: SystemExit: 0" in capsys.readouterr().err
+    assert f"recipe.target is '{own}', but importing it failed: SystemExit: 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

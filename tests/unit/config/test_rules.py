@@ -103,10 +103,10 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             {"rollout": {"deterministic": True}},
             "rounding depends on the rows that run together; set rollout.engine=vllm",
         ),
-        ({"rollout": {"dtype": "bf16"}}, "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set roll"),
+        ({"rollout": {"dtype": "bf16"}}, "rollout.dtype is bf16, but rollout.engine=hf generates in fp32; set roll"),
         (
             {"rollout": {"engine": "vllm"}, "placement": {"pools": {"main": {"ranks": 2, "gpus_per_rank": 0.5}}}},
-            "the pool of the role rollout has gpus_per_rank=0.5, and vLLM takes whole GPUs or none; set it to 1 or",
+            "the pool of the role rollout has gpus_per_rank=0.5, but vLLM takes whole GPUs or none; set it to 1 or",
         ),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
         (
@@ -161,7 +161,7 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision needs a hub model"),
         ({"critic": {"revision": "abc"}}, "critic.revision is 'abc', but critic.path is null"),
         ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
-        ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, and x.jsonl is one file without splits"),
+        ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, but x.jsonl is one file without splits"),
         ({"data": {"source": "x.parquet", "split": "a"}}, "set data.validation_source to other prompts, or to x.par"),
         ({"data": {"source": "a/b", "validation_split": "train"}}, "data.validation_split are both 'train'"),
         ({"data": {"prompt_column": " "}}, "data.prompt_column is blank"),

@@ -104,4 +104,4 @@ def test_graphs_without_end_are_warned_of_once(caplog: pytest.LogCaptureFixture)
         graphs.check()
         graphs.check()
     (record,) = caplog.records
-    assert "actor.compile: 4 graphs were compiled, and at most 3 were expected" in record.message
+    assert "actor.compile: 4 graphs were compiled, but at most 3 were expected" in record.message

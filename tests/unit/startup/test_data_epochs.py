@@ -45,7 +45,7 @@ def test_a_resumed_run_may_not_have_done_more_steps_than_its_passes_take():
     config = tiny_config(trainer=Trainer(data_epochs=2, prompts_per_step=10))
     done = {"phase": "train", "step": 21}
     check_steps(done, config)  # not known before the data is read
-    with pytest.raises(ConfigError, match=r"trainer\.steps is 20, and the run in run_dir=.* has done 21 steps"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps is 20, but the run in run_dir=.* has done 21 steps"):
         check_steps(done, with_steps(config, 100))
 
 

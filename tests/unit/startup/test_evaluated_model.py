@@ -72,7 +72,7 @@ def test_what_is_no_step_is_an_error_with_examples(run, choice):
 def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wrong(run):
     damage(run, 4)
     with pytest.raises(
-        CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint \(there are train/4, train/2\)"
+        CheckpointError, match=r"step-4: .*weights.*choose another with --checkpoint \(there are train/4, train/2\)"
     ):
         find_model("runs/mine", "4")
 

@@ -64,7 +64,7 @@ def test_a_truncated_file_is_named(folder, size):
 def test_bytes_after_the_last_tensor_are_damage(folder):
     path = folder / "model-1-of-2.safetensors"
     path.write_bytes(path.read_bytes() + b"0")
-    assert f"{path.name} has {path.stat().st_size:,} bytes, and its header describes" in refusal(folder)
+    assert f"{path.name} has {path.stat().st_size:,} bytes, but its header describes" in refusal(folder)
 
 
 def test_a_missing_file_or_tensor_of_the_index_is_named(folder):
@@ -111,7 +111,7 @@ def test_an_index_that_only_vllm_reads_is_checked_where_vllm_loads_the_model(sav
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
     change(folder / "config.json", vocab_size=NUM_TOKENS - 1)
-    expected = f"whose tokenizer has {NUM_TOKENS} tokens, and the model has {NUM_TOKENS - 1}"
+    expected = f"whose tokenizer has {NUM_TOKENS} tokens, but the model has {NUM_TOKENS - 1}"
     assert expected in refusal(folder)
     change(folder / "config.json", vocab_size=None, text_config={"vocab_size": NUM_TOKENS - 1})
     assert expected in refusal(folder)

@@ -14,7 +14,7 @@ def config(**pool):
 def test_pools_are_held_against_the_gpus_of_this_machine():
     check_machine(config(ranks=2, gpus_per_rank=1.0), 2)
     check_machine(config(ranks=2, gpus_per_rank=1.0), math.inf)
-    with pytest.raises(PlacementError, match="ask for 2 GPU, and this machine has 1"):
+    with pytest.raises(PlacementError, match="ask for 2 GPU, but this machine has 1"):
         check_machine(config(ranks=2, gpus_per_rank=1.0), 1)
     with pytest.raises(PlacementError, match="need 100,000 CPUs"):
         check_machine(config(ranks=100_000), 0)

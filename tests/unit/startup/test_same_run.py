@@ -25,7 +25,7 @@ def test_a_run_is_not_resumed_with_fewer_steps_than_are_done(tmp_path):
     check_resumed(resumed(tmp_path, trainer=Trainer(steps=1)))  # none of the recipe's own
     save(tmp_path, 4)
     check_resumed(resumed(tmp_path, trainer=Trainer(steps=4)))
-    with pytest.raises(ConfigError, match=r"trainer.steps is 3, and the run in run_dir=.* has done 4 steps; set"):
+    with pytest.raises(ConfigError, match=r"trainer.steps is 3, but the run in run_dir=.* has done 4 steps; set"):
         check_resumed(resumed(tmp_path, trainer=Trainer(steps=3)))
 
 

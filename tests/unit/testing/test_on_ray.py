@@ -51,7 +51,7 @@ def test_a_role_that_ranks_could_not_import_or_call_is_refused_before_anything_s
     ):
         check_role_on_ray(Inner)
     renamed: type[Worker] = type("Undecorated", (Good,), {"__module__": Undecorated.__module__})
-    with pytest.raises(ContractError, match="Undecorated is another class than the one that is checked"):
+    with pytest.raises(ContractError, match="Undecorated is not the class that is checked"):
         check_role_on_ray(renamed)
     with pytest.raises(ContractError, match=r"^dispatch: Undecorated.score has no dispatch"):
         check_role_on_ray(Undecorated)

@@ -27,7 +27,7 @@ def test_a_kl_term_needs_the_policy_that_the_recipe_began_with():
     config = Config(algorithm=Algorithm(kl_coef=0.1), run_dir="runs/a")
     check_same_run(saved, config, has_reference=True)
     check_same_run(saved, Config(), has_reference=False)
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef is 0\.1, and run_dir=runs/a has no reference"):
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_coef is 0\.1, but run_dir=runs/a has no reference"):
         check_same_run(saved, config, has_reference=False)
 
 

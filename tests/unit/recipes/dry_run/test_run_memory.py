@@ -98,7 +98,7 @@ def test_a_whole_model_is_in_the_host_memory_of_every_rank_as_it_starts():
     assert pool.host == PROCESS + 14 * GB + 280 * GB
     (problem,) = RunMemory((pool,), store=GB, host_limit=500 * GB).problems()
     assert problem == (
-        "all ranks together need 590 GB of host memory, and the machine has 500 GB; as a role of pool main starts, "
+        "all ranks together need 590 GB of host memory, but the machine has 500 GB; as a role of pool main starts, "
         "each rank holds a whole model of up to 280 GB"
     )
     assert "a rank's host memory: 294 GB, with up to 280 GB for a whole model as a role starts" in "\n".join(

@@ -229,7 +229,7 @@ def test_a_reward_function_that_cannot_be_called_is_refused(reward: Reward, mess
 
 def test_each_of_several_reward_functions_is_checked():
     fine, lacking = RewardFunction(function="rlpack.rewards.functions:final_answer"), RewardFunction(function="math:no")
-    with pytest.raises(RewardError, match=r"reward\.functions\.b\.function is 'math:no', and math has no no"):
+    with pytest.raises(RewardError, match=r"reward\.functions\.b\.function is 'math:no', but math has no no"):
         check(reward=Reward(functions={"a": fine, "b": lacking}))
     strange = fine.model_copy(update={"arguments": {"colour": "red"}})
     with pytest.raises(RewardError, match=r"reward\.functions\.b\.arguments\.colour is not an argument"):
@@ -280,9 +280,9 @@ def test_a_reward_function_may_take_everything_that_the_reward_role_gives():
     [
         (
             Pool(ranks=60, gpus_per_rank=1.0),
-            r"ask for 60 GPU, and this machine has \d+ that PyTorch can use; set placement=cpu, lower",
+            r"ask for 60 GPU, but this machine has \d+ that PyTorch can use; set placement=cpu, lower",
         ),
-        (Pool(ranks=100_000), r"need 100,?000 CPUs, and this machine has \d+; at most 32 ranks may share one"),
+        (Pool(ranks=100_000), r"need 100,?000 CPUs, but this machine has \d+; at most 32 ranks may share one"),
         (Pool(ranks=100_000, cpus_per_rank=0.01), "need 100,?000 CPUs"),
     ],
 )

@@ -48,7 +48,7 @@ def test_rows_longer_than_the_positions_of_a_model_are_refused_with_its_key(tmp_
     path = saved(tmp_path, role, GPT2)
     check(role, path)
     words = (
-        rf"{role}\.path \('{path}'\): GPT2.* has 64 learned positions \(.*wpe\), and rows have up to 65 tokens "
+        rf"{role}\.path \('{path}'\): GPT2.* has 64 learned positions \(.*wpe\), but rows have up to 65 tokens "
         r"\(data\.max_prompt_tokens 40 \+ rollout\.max_new_tokens 25\): lower their sum to 64, or use another model"
     )
     with pytest.raises(ModelError, match=words):

@@ -114,7 +114,7 @@ def test_a_cache_too_small_for_two_rows_is_refused_with_the_size_that_it_needs()
     with pytest.raises(EngineError) as caught:
         arguments(kv_cache_gb=0.001)
     assert str(caught.value) == (
-        "rollout.kv_cache_gb is 0.001, and the cache has to hold the keys and values of two rows of 100 tokens in "
+        "rollout.kv_cache_gb is 0.001, but the cache has to hold the keys and values of two rows of 100 tokens in "
         "fp32; set it to at least 0.00123, or lower data.max_prompt_tokens or rollout.max_new_tokens"
     )
 
@@ -319,7 +319,7 @@ def test_all_arguments_that_rlpack_gives_vllm_are_its_own_but_those_with_a_defau
 def test_an_unknown_argument_is_named_with_the_nearest_one(installed, name: str, hint: str):
     installed(ARG_UTILS)
     problems = list(argument_problems({name: 1}, on_gpu=False))
-    assert problems == [f"rollout.vllm.{name} is no engine argument of the installed vLLM{hint}"]
+    assert problems == [f"rollout.vllm.{name} is not an engine argument of the installed vLLM{hint}"]
 
 
 @pytest.mark.parametrize(("size", "on_cpu", "on_gpu"), [(16, False, True), (64, True, True), (32, True, True)])

@@ -87,21 +87,21 @@ def test_the_padding_token_is_the_configs():
 
 
 def test_more_than_one_label_is_refused():
-    assert "'folder' is a sequence classifier with 3 labels, and a reward model has 1" in refusal(
+    assert "'folder' is a sequence classifier with 3 labels, but a reward model has 1" in refusal(
         reward_model(num_labels=3)
     )
 
 
 def test_a_family_that_vllm_lacks_is_refused_with_the_way_out():
     assert refusal(reward_model(GPTNeoXConfig)) == (
-        "'folder' is a gpt_neox reward model, and the installed vLLM has no GPTNeoXForCausalLM; score with it in the "
+        "'folder' is a gpt_neox reward model, but the installed vLLM has no GPTNeoXForCausalLM; score with it in the "
         "run itself, reward_model.path=folder"
     )
 
 
 @pytest.mark.parametrize(("kind", "heads"), [(BertConfig, "classifier"), (RobertaConfig, "none")])
 def test_a_head_that_vllm_does_not_load_is_refused(kind, heads):
-    assert f"with the heads {heads}, and vLLM loads one linear head named score" in refusal(reward_model(kind))
+    assert f"with the heads {heads}, but vLLM loads one linear head named score" in refusal(reward_model(kind))
 
 
 def test_other_families_with_a_score_head_are_taken():

@@ -116,7 +116,7 @@ def test_every_gpu_of_the_engine_gets_the_bucket():
         assert all(same_bits(read[key], weight) for key, weight in some_weights().items())
     assert ipc.opened == [0, 1]
     with pytest.raises(
-        EngineError, match=r"^bucket 0 of the weights is on the GPU GPU-1, GPU-2, and the engine's is X$"
+        EngineError, match=r"^bucket 0 of the weights is on the GPU GPU-1, GPU-2, but the engine's is X$"
     ):
         DeviceReader(CPU, ipc.sharing("X")).read(note, 0)
 

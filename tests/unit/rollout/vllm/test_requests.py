@@ -80,7 +80,7 @@ FAULTS = {
     ),
     "log-probs of other tokens": (
         completion([2, 3, 4], logprobs=flat([2, 4, 3], [-1, -1, -1])),
-        "log-probs of row 1 for other tokens than it sampled",
+        "log-probs of row 1 for tokens that it has not sampled",
     ),
     "a log-prob of NaN": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4], [-1, float("nan"), -1])),
@@ -179,7 +179,7 @@ def test_log_probs_of_a_prompt_as_vllm_returns_them():
     [
         ({"prompt_logprobs": None}, "0 log-probs for a prompt of 3 tokens"),
         ({"prompt_logprobs": flat([4, 5], [-1, -1])}, "2 log-probs for a prompt of 3 tokens"),
-        ({"prompt_logprobs": flat([4, 6, 5], [-1, -1, -1])}, "other tokens than those of the prompt"),
+        ({"prompt_logprobs": flat([4, 6, 5], [-1, -1, -1])}, "tokens that are not those of the prompt"),
     ],
 )
 def test_log_probs_that_do_not_fit_their_prompt_are_refused(changes, words):

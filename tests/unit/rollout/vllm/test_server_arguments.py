@@ -56,14 +56,14 @@ def test_a_given_cache_too_small_for_a_given_length_is_refused_with_the_size_tha
     with pytest.raises(EngineError) as caught:
         arguments(max_length=100, kv_cache_gb=0.001)
     assert str(caught.value) == (
-        "--kv-cache-gb is 0.001, and the cache has to hold the keys and values of two rows of 100 tokens in fp32; set "
+        "--kv-cache-gb is 0.001, but the cache has to hold the keys and values of two rows of 100 tokens in fp32; set "
         "it to at least 0.00123, or lower --max-length"
     )
 
 
 def test_a_length_over_the_models_is_refused_unless_the_config_is_overridden(monkeypatch):
     with_memory(monkeypatch, 1000 * GB)
-    words = r"--max-length is 1001, and vLLM takes at most 1000 tokens of this qwen2 model .*; lower it to 1000 or less"
+    words = r"--max-length is 1001, but vLLM takes at most 1000 tokens of this qwen2 model .*; lower it to 1000 or less"
     with pytest.raises(EngineError, match=words):
         arguments(max_length=1001)
     assert arguments(max_length=1001, vllm={"hf_overrides": {"max_position_embeddings": 2000}})["max_model_len"] == 1001

