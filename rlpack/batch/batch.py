@@ -301,7 +301,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
             index = positions[microbatch.rows]
             present = index >= 0
             rows = self.select(index[present])
-            rows.plan = None
+            rows.plan, rows._planned_ids = None, np.zeros(0, dtype=np.int64)  # pickling them would pickle the shard's
             layout = sharding.layout_of(plan, microbatch.rows[present], microbatch.length)
             yield MicrobatchView(rows, layout, not present.any(), index[present])
 

@@ -199,6 +199,12 @@ def test_ids_are_sorted_once_for_all_microbatches_of_a_step(monkeypatch: pytest.
     assert len(calls) == 1  # all rows are present, in order
 
 
+def test_a_microbatch_is_pickled_without_the_shards_ids():
+    (shard,) = make([1] * 2_000).keep(["place"]).shard_by_batch_size(1, 2)
+    rows = next(shard.microbatches()).rows
+    assert len(pickle.dumps(rows)) < 8 * shard.num_rows
+
+
 def test_ranks_always_walk_the_same_number_of_microbatches():
     shards = make([16, 1, 1]).shard_by_batch_size(4, sequence_packing={"max_tokens": 16})
     assert len({len(list(shard.microbatches())) for shard in shards}) == 1
