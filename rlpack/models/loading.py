@@ -37,7 +37,7 @@ from rlpack.models.errors import (
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.models.new_config import new_config
 from rlpack.models.quantized import dequantizing_arguments, forget_quantization, to_fp32
-from rlpack.models.stored_weights import check_missing
+from rlpack.models.stored_weights import check_missing, untie_config
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.user_code import UserCode, UserCodeError
 
@@ -345,6 +345,7 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
         built, report = _load(kind, name, key, options | quantization | {"attn_implementation": implementation})
         # transformers initializes weights that the files lack at random, and only logs that.
         check_missing(report, built, name, key)
+        untie_config(built, name)
         if quantization:
             to_fp32(built)
             forget_quantization(built)

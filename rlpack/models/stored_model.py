@@ -6,7 +6,7 @@ sharded, for any mesh and placements.
 
 Invariants (tests/unit/models/test_stored_model.py, tests/distributed/models/test_sharded_loading.py):
 
-1. weights, buffers and ties are those of `from_pretrained` in fp32, bit for bit;
+1. weights, buffers and ties are those of `from_pretrained` in fp32, bit for bit, and the config says which are tied;
 2. a rank holds its shard and up to 64 MiB of a file at a time; also one whole weight where transformers joins or
    splits tensors, or its own experts of one weight where it stacks experts;
 3. a model that can't be loaded in parts raises `NotInPartsError` before any values are read.
@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlpack.models.adapters import merged_name
 from rlpack.models.name_conversion import Conversion, conversions_of
 from rlpack.models.parts import allocate, copy_part, local_part, part_offsets
-from rlpack.models.stored_weights import check_report, load_on_meta, unused_weights
+from rlpack.models.stored_weights import check_report, load_on_meta, untie_config, unused_weights
 from rlpack.models.weight_files import WeightFiles
 
 
@@ -84,6 +84,7 @@ class StoredModel:
         conversions = conversions_of(model, shapes)
         made = {name for item in conversions for name in item.convert(model, shapes.__getitem__)}
         _tie_equal_weights(model, files, conversions, made)
+        untie_config(model, source)
         state = model.state_dict(keep_vars=True)
         loaded = {id(state[name]) for name in made if name in state}
         others = {name for name, tensor in state.items() if id(tensor) not in loaded}

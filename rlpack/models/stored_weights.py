@@ -112,6 +112,27 @@ def check_missing(report: Mapping[str, Any], model: PreTrainedModel, source: str
         )
 
 
+def untie_config(model: PreTrainedModel, source: str) -> None:
+    """Set tie_word_embeddings=False if the files hold different values for all weights that the config ties.
+
+    transformers' loader leaves such weights untied, and the config as it is. vLLM would ignore the output layer of a
+    model that is exported with it.
+
+    Args:
+        model: loaded; weights that are tied are in its `all_tied_weights_keys`.
+        source: path or hub name of the model, for the log.
+    """
+    if model.all_tied_weights_keys or not model.get_expanded_tied_weights_keys(all_submodels=True):
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    _log.warning(
+        "%s: config.json ties the output layer to the input embedding, but the files hold different values for them; "
+        "they are trained and exported separately, with tie_word_embeddings=false",
+        source,
+    )
+
+
 def unused_weights(model: PreTrainedModel, key: str) -> set[str]:
     """Return the names of the weights that no role with this key uses: an output embedding of a critic, if untied."""
     head = model.get_output_embeddings() if key == "critic.path" else None

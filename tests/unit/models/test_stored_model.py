@@ -1,5 +1,6 @@
 """Models loaded in parts, against transformers' own `from_pretrained`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from benchmarks.family_configs import tiny_config
 from rlpack.config.schema import Model
 from rlpack.models.errors import ModelError
+from rlpack.models.loading import build_causal_lm
+from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm
+from rlpack.models.packed import PackedModel
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 
 # Plain, tied, with stacked experts, with renamed or split tensors, with recurrent layers, and with a Conv1D.
@@ -63,6 +67,45 @@ def test_tied_weights_that_files_have_twice_are_tied_if_they_are_equal(tmp_path:
     assert_same(stored.model, truth)
     assert (stored.model.lm_head.weight is stored.model.model.embed_tokens.weight) == equal
     assert stored.model.all_tied_weights_keys == truth.all_tied_weights_keys
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_config_ties_weights_only_if_the_files_values_are_equal(
+    tmp_path: Path, model_type: str, whole: bool, equal: bool, caplog: pytest.LogCaptureFixture
+):
+    tied = saved(tmp_path, model_type)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = tied.get_input_embeddings().weight.detach() * (1 if equal else 2)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if whole:
+        model = build_causal_lm(Model(path=str(tmp_path)), attention_name="eager")
+    else:
+        stored = opened(tmp_path)
+        stored.materialize(stored.model, "cpu")
+        model = stored.model
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+    assert model.config.tie_word_embeddings == model.config.get_text_config().tie_word_embeddings == equal
+    export_model(PackedModel(model), tmp_path / "exported")
+    exported = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
+    assert exported.get("tie_word_embeddings", True) == equal
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(reloaded.lm_head.weight, weights["lm_head.weight"])
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("rlpack.")]
+    assert len(messages) == (0 if equal else 1)
+    assert all("different values" in message for message in messages)
+
+
+def test_a_config_that_ties_further_weights_is_kept(tmp_path: Path):
+    # Either both ties of BERT's head are declared, or none.
+    saved(tmp_path, "bert")
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"] * 2
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = opened(tmp_path).model
+    assert len(model.all_tied_weights_keys) == 1
+    assert model.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
