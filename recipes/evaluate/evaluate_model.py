@@ -59,6 +59,7 @@ from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
 from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
 from rlpack.recipes.evaluate.identity_hashes import model_hash, reward_hash
 from rlpack.recipes.evaluate.run_prompts import warn_of_other_prompts
+from rlpack.recipes.evaluate.shared_export import check_export_is_shared
 from rlpack.recipes.preflight.config_checks import check_before_evaluation
 from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
 from rlpack.rollout.vllm.arguments import default_dtype
@@ -143,6 +144,7 @@ def _generate(
         rollout = config.rollout
         console.note(f"starting the roles {', '.join(names)}; {rollout.engine} generates in {rollout.dtype}")
         began = time.perf_counter()
+        check_export_is_shared(cluster, config, names)
         groups = start_roles(cluster, config, names, (config, tokenizer))
         console.note(f"the roles are ready after {time.perf_counter() - began:.1f} s")
         (held_out,) = cache_splits(cluster.store, tokenizer, prompts)

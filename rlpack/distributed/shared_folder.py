@@ -1,4 +1,7 @@
-"""Check that ranks on other nodes see the run directory; a resumed run would not find files written elsewhere."""
+"""Check that ranks on other nodes see a folder of the driver, such as the run directory.
+
+A resumed run would not find files that are written elsewhere.
+"""
 
 import secrets
 import time
@@ -13,10 +16,24 @@ from rlpack.distributed.ranks import RayRanks
 _WAIT_S, _POLL_S = 5.0, 0.2
 
 
-def check_shared(pool: str, ranks: RayRanks, folder: Path) -> None:
+def check_shared(
+    pool: str,
+    ranks: RayRanks,
+    folder: Path,
+    *,
+    key: str = "run_dir",
+    effect: str = "the run's checkpoints would be incomplete",
+) -> None:
     """Raise unless all ranks of a pool see `folder` as the driver does; ranks on the driver's node always do.
 
     The driver writes a small file to it, which ranks on other nodes read; then it is removed.
+
+    Args:
+        pool: name of the pool.
+        ranks: its ranks.
+        folder: where the file is written.
+        key: the setting that the folder follows from, for the error.
+        effect: what a node that doesn't share the folder causes, for the error.
 
     Raises:
         PlacementError: a rank does not find the file; names the node.
@@ -35,9 +52,8 @@ def check_shared(pool: str, ranks: RayRanks, folder: Path) -> None:
     if blind:
         subject = f"node {blind[0]} does" if len(blind) == 1 else f"nodes {', '.join(blind)} do"
         raise PlacementError(
-            f"{subject} not share run_dir with the driver: ranks of pool {pool} there don't see a "
-            f"file that the driver wrote in {folder}, so the run's checkpoints would be incomplete; set run_dir to "
-            "a folder on storage that all nodes mount at the same path"
+            f"{subject} not share {key} with the driver: ranks of pool {pool} there don't see a file that the driver "
+            f"wrote in {folder}, so {effect}; set {key} to a folder on storage that all nodes mount at the same path"
         )
 
 

@@ -56,6 +56,16 @@ def test_a_node_with_a_folder_of_the_same_name_is_named(root: Path):
     assert not list((root / "a").iterdir())
 
 
+def test_the_error_of_another_folder_names_its_key_and_the_effect(root: Path):
+    with pytest.raises(PlacementError) as refused:
+        check_shared("main", cast(Any, Ranks(["far"], root)), root / "a", key="evaluate.output_dir", effect="it fails")
+    assert str(refused.value) == (
+        "node 10.0.0.2 does not share evaluate.output_dir with the driver: ranks of pool main there don't see a file "
+        f"that the driver wrote in {root / 'a'}, so it fails; set evaluate.output_dir to a folder on storage that all "
+        "nodes mount at the same path"
+    )
+
+
 def test_a_file_with_other_content_is_not_the_drivers(root: Path):
     marker = root / "b" / "marker"
     marker.write_text("of an earlier run")
