@@ -87,7 +87,8 @@ class Batching:
             value = getattr(self, field.name)
             if field.name in {*choices_of, *switches} or (field.name == "max_tokens" and value is None):
                 continue
-            check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
+            count = check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
+            object.__setattr__(self, field.name, count)  # a NumPy integer would overflow in sums of slots
         if self.max_tokens is None and self.mode != "fixed":
             raise PackingError(f"batching.max_tokens is not set; batching.mode={self.mode} needs a token budget")
         self._check_sharing()

@@ -1,5 +1,5 @@
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,6 +38,12 @@ def test_a_value_outside_its_limits_is_rejected_with_its_key(values: dict[str, A
 def test_the_limits_themselves_are_allowed() -> None:
     batching = Batching(max_tokens=2**31 - 1, micro_batch_size=2**31 - 1, min_microbatches=2**20, divisible_by=2**20)
     assert (batching.max_tokens, batching.divisible_by) == (2147483647, 1048576)
+
+
+def test_integers_of_numpy_become_pythons_own() -> None:
+    batching = Batching(max_tokens=cast(int, np.int32(65536)), micro_batch_size=cast(int, np.int8(4)))
+    assert (type(batching.max_tokens), type(batching.micro_batch_size)) == (int, int)
+    assert batching == Batching(max_tokens=65536, micro_batch_size=4)
 
 
 def test_errors_and_specs_pickle() -> None:
