@@ -133,7 +133,7 @@ def config_of(run_dir: Path) -> Config:
 
 
 @contextmanager
-def no_cluster(*arguments: Any) -> Iterator[Any]:
+def no_cluster(*arguments: Any, **named: Any) -> Iterator[Any]:
     yield SimpleNamespace(store=LocalStore(), restarts=Restarts(), ray_logs=None)
 
 
