@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run's directory")
+    result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or Hub name, or a run's directory")
     result.add_argument(
         "--checkpoint",
         metavar="N",

@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run's directory")
+    result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or Hub name, or a run's directory")
     result.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); others than "
                         "loopback need --token-env")  # fmt: skip
     result.add_argument("--port", type=_port, default=0, metavar="N", help="0 for any free port (default)")

@@ -163,7 +163,7 @@ def how_to_set(path: str, root: Key | None = None) -> str:
     """Return how to give a value to a key that has none.
 
     >>> how_to_set("data.split")
-    'set data.split=… (training split (hub and generator))'
+    'set data.split=… (training split (Hub and generator))'
     """
     key = find(path, root)
     text = key.description.rstrip(".") if key else ""

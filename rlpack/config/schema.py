@@ -170,13 +170,13 @@ class Model(Section):
     """The policy's weights and tokenizer."""
 
     path: str | None = Field(
-        default=None, description="Folder or hub name; null initializes a new model from model.config."
+        default=None, description="Folder or Hub name; null initializes a new model from model.config."
     )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config of a new model.")
     tokenizer: str | None = Field(
-        default=None, description="Folder or hub name; null for that of model.path, or characters for a new model."
+        default=None, description="Folder or Hub name; null for that of model.path, or characters for a new model."
     )
-    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    revision: str | None = Field(default=None, description="Pinned revision of a model on the Hub.")
     trust_remote_code: bool = Field(
         default=False, description="Run code from the model's repository; needs model.revision."
     )
@@ -186,9 +186,9 @@ class Data(Section):
     """Prompts: a built-in generator, a JSONL or Parquet file, or a dataset on the Hub."""
 
     source: str = Field(
-        default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name."
+        default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or the name of a dataset on the Hub."
     )
-    split: str = Field(default="train", description="Training split (hub and generator).")
+    split: str = Field(default="train", description="Training split (Hub and generator).")
     fraction: Unit = Field(
         default=1.0, description="Share of the training prompts that is used, drawn with the seed; at least one."
     )

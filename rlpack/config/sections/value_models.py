@@ -14,10 +14,10 @@ class Critic(RoleCompute):
 
     path: str | None = Field(
         default=None,
-        description="Folder or hub name of its initial model, with or without a value head; null for the policy at the "
+        description="Folder or Hub name of its initial model, with or without a value head; null for the policy at the "
         "recipe's start.",
     )
-    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    revision: str | None = Field(default=None, description="Pinned revision of a model on the Hub.")
     gradient_checkpointing: Checkpointing | None = Field(
         default=None, description="As actor.gradient_checkpointing; null inherits it."
     )
@@ -47,9 +47,9 @@ class RewardModel(RoleCompute):
     """
 
     path: str | None = Field(
-        default=None, description="Folder or hub name of a model with one label and the policy's tokenizer."
+        default=None, description="Folder or Hub name of a model with one label and the policy's tokenizer."
     )
-    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    revision: str | None = Field(default=None, description="Pinned revision of a model on the Hub.")
     weight: float = Field(default=1.0, description="Factor of its scores in the sum of rewards.")
     parallel: RoleParallel = RoleParallel()
     batching: RoleBatching = RoleBatching()
