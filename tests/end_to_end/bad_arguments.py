@@ -157,7 +157,7 @@ BAD_ARGUMENTS = (
     key("an address of no machine", *SMALL, "placement.address=no-such-host.invalid:6379",
         words=("no Ray cluster answers at placement.address=no-such-host.invalid:6379",)),
     key("a judge without its key", *SMALL, *JUDGE, "judge.api_key_env=NO_SUCH_KEY",
-        words=("judge.api_key_env is 'NO_SUCH_KEY', and that environment variable isn't set",)),
+        words=("judge.api_key_env is 'NO_SUCH_KEY', but that environment variable isn't set",)),
     key("truncated weights in a folder with whole shards", *MODEL,
         words=("model.path is 'model'", "model.safetensors has 7 bytes"), setup=model_folder(saved_twice)),
     key("a critic of other tokens", *MODEL, "recipe=ppo", "critic.path=critic", words=("critic.path is 'critic'",

@@ -304,7 +304,7 @@ def test_a_cache_too_small_for_the_rows_is_refused_before_anything_starts():
     # 100 tokens take 4 blocks of 32 and vLLM keeps one, twice: 320 tokens of 2 · 2 layers · 32 numbers of 4 bytes.
     check(model, **lengths, rollout=Rollout(engine="vllm", max_new_tokens=60, kv_cache_gb=163_840e-9))
     words = (
-        r"rollout\.kv_cache_gb is 0\.000163, and the cache has to hold .* two rows of 100 tokens in fp32; set it to at "
+        r"rollout\.kv_cache_gb is 0\.000163, but the cache has to hold .* two rows of 100 tokens in fp32; set it to at "
         r"least 0\.000164, or lower data\.max_prompt_tokens or rollout\.max_new_tokens"
     )
     with pytest.raises(ModelError, match=words):

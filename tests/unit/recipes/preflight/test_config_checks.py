@@ -251,7 +251,7 @@ def test_a_sandbox_that_this_machine_cannot_provide_is_refused(monkeypatch: pyte
         (Judge(prompt_template="{completion} {level}"), r"names \{level\}; the dataset has"),
         (
             Judge(api_key_env="NO_SUCH_KEY"),
-            "judge.api_key_env is 'NO_SUCH_KEY', and that environment variable isn't set",
+            "judge.api_key_env is 'NO_SUCH_KEY', but that environment variable isn't set",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_served_reward_model_needs_its_key_and_reads_no_prompt_template():
     roles = {**builtin_roles(), "scorer": Role(target="rlpack.workers.served_reward_model:ServedRewardModelWorker")}
     judge = Judge(url="http://localhost/v1", model="any", prompt_template="{level}")
     check(roles=roles, judge=judge)
-    with pytest.raises(RewardError, match=r"judge\.api_key_env is 'NO_SUCH_KEY', and that environment"):
+    with pytest.raises(RewardError, match=r"judge\.api_key_env is 'NO_SUCH_KEY', but that environment"):
         check(roles=roles, judge=judge.model_copy(update={"api_key_env": "NO_SUCH_KEY"}))
 
 
