@@ -324,7 +324,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: a row is missing, occurs twice, is not from this batch, or has an id that nobody passed.
         """
-        sharding.check_results([output.has_explicit_ids or not output.num_rows for output in outputs])
+        sharding.check_results(self.row_ids, [(output.row_ids, output.has_explicit_ids) for output in outputs])
         parts = [output for output in outputs if output.num_rows] or list(outputs[:1])
         positions = sharding.restored_positions(self.row_ids, [part.row_ids for part in parts], plan)
         columns = column_ops.place_rows(parts, positions, self.num_rows)
@@ -340,6 +340,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
         """Return a batch of `columns` with the plan, reader and (by default) ids of this one."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
+        batch.row_ids = self.row_ids if row_ids is None else batch.row_ids  # `restore` knows them by identity
         batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
         batch.has_explicit_ids = self.has_explicit_ids
         return batch

@@ -290,6 +290,12 @@ def test_rows_whose_ids_nobody_passed_are_not_restored():
     assert batch.restore([BatchedDataDict({}), result])["place"].tolist() == [0, 1, 2]
 
 
+def test_rows_selected_from_the_batch_itself_are_restored():
+    batch = make([1, 2, 3])
+    for parts in ([batch.keep(["place"])], [batch.select([2, 0, 1])], [batch.select([0, 1]), batch.select([2])]):
+        assert batch.restore(parts)["place"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "repeat",
     [
