@@ -94,7 +94,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
         ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),
         (
             "trainer.steps=???",
-            "trainer.steps is missing; set trainer.steps=… (number of training steps; each trains on one rollout batch)",
+            "trainer.steps is missing; set trainer.steps=… "
+            "(number of training steps; each trains on one rollout batch)",
         ),
         ("run_dir=${no.such.key}", "run_dir: "),
         ("run_dir=${run_dir}", "run_dir: "),
