@@ -20,6 +20,7 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.batch.weight_layout import WeightForm, WeightLayout
+from rlpack.checkpoint.rank_hashes import record_hashes
 from rlpack.config.schema import Actor, Algorithm, Config
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.adapters import dropout_seed
@@ -252,7 +253,8 @@ class ActorWorker(SteppedRole):
     def _export(self, folder: str, *, published_names: bool) -> None:
         rank, num_ranks = self.context.rank, self.context.num_ranks
         policy = self._scorer.policy
-        export_model(policy, Path(folder), rank=rank, num_ranks=num_ranks, published_names=published_names)
+        files = export_model(policy, Path(folder), rank=rank, num_ranks=num_ranks, published_names=published_names)
+        record_hashes(Path(folder), rank, files)
 
     def _step(self, shard: BatchedDataDict, step: int, loss: LogprobLoss, learning_rate: float) -> dict[str, float]:
         """Take one optimizer step over the step's microbatches."""

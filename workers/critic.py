@@ -17,6 +17,7 @@ from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.weight_layout import WeightForm, WeightLayout
+from rlpack.checkpoint.rank_hashes import record_hashes
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
 from rlpack.models import value_head
@@ -179,7 +180,8 @@ class CriticWorker(SteppedRole):
     def export_model(self, folder: str) -> None:
         """Write a headless Hugging Face model folder and `value_head.safetensors`, for `critic.path`; a collective."""
         head = head_state_dict(self._critic)  # first: after a failed write, a rank would miss this collective
-        export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
+        files = export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
+        record_hashes(Path(folder), self.context.rank, files)
         if self.context.rank == 0:
             save_file(head, Path(folder) / value_head.FILE)
 

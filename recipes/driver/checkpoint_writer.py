@@ -1,7 +1,7 @@
 """Write a session's checkpoints, synchronously or while training continues.
 
     start     ranks copy their state, and write the copy in threads; training waits for the copy
-    advance   at each step's end: once all ranks are done, a thread of the driver hashes, flushes, renames and marks
+    advance   at each step's end: once all ranks are done, a thread of the driver flushes, renames and marks
     finish    wait for both, at the latest before the next checkpoint and at the end of a phase
 
 Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):

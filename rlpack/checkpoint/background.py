@@ -1,7 +1,7 @@
 """Save training state while training continues (`torch.distributed.checkpoint.async_save`).
 
     start      copy this rank's part of weights and optimizer state; training waits only for this
-    thread     write the copy, as `save_training_state` writes the state itself
+    thread     write the copy, as `save_training_state` writes the state itself, and hash the files
     wait       raise if a rank could not write
 
 The threads of all ranks communicate over a separate gloo group, so that their messages don't mix with those of
@@ -9,20 +9,21 @@ training. The copy stays allocated for the next save: touching fresh memory woul
 """
 
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from rlpack.background_call import BackgroundCall
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.sharded import save_error
+from rlpack.checkpoint.rank_hashes import record_shard_hashes
+from rlpack.checkpoint.sharded import save_errors
 from rlpack.gloo import GLOO
 
 
@@ -33,7 +34,7 @@ class BackgroundSaver:
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._folder = Path()
-        self._save: Future[Any] | None = None
+        self._save: BackgroundCall[None] | None = None
 
     def start(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, timeout_s: float
@@ -57,11 +58,11 @@ class BackgroundSaver:
         self._folder = folder
         save = async_save(state, checkpoint_id=folder, process_group=self._group, async_stager=self._stager)
         assert isinstance(save, Future), "only stagers that copy in the background return something else"
-        self._save = save
+        self._save = BackgroundCall(partial(_finish, save, folder), name="checkpoint")
 
     def is_done(self) -> bool:
         """Return whether the save has succeeded or failed, without waiting."""
-        return self._save is None or self._save.done()
+        return self._save is None or self._save.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all ranks have written; do nothing if no save has been started.
@@ -71,12 +72,14 @@ class BackgroundSaver:
         """
         if self._save is None:
             return
-        try:
-            self._save.result(timeout=timeout_s)
-        except FutureTimeoutError as error:
-            raise CheckpointError(f"saving to {self._folder} took over {timeout_s:.0f} s; is the disk slow?") from error
-        # CheckpointException derives from BaseException, so `except Exception` would miss it.
-        except CheckpointException as error:
-            raise save_error(self._folder, error) from error
-        finally:
-            self._save = None
+        save, self._save = self._save, None
+        if not save.wait(timeout_s):
+            raise CheckpointError(f"saving to {self._folder} took over {timeout_s:.0f} s; is the disk slow?")
+        save.outcome()
+
+
+def _finish(save: Future[Any], folder: Path) -> None:
+    """Wait until this rank's files are written, and hash them."""
+    with save_errors(folder):
+        save.result()
+        record_shard_hashes(folder)

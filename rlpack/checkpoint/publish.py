@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpack.checkpoint.files import flush_tree, regular_files, sha256_of, side_by_side
+from rlpack.checkpoint.rank_hashes import pop_hashes
 from rlpack.whole_files import flush, write_whole
 
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
@@ -35,12 +36,14 @@ def publish_folder(
         The manifest.
 
     Raises:
-        OSError: a file could not be written, or the folder renamed.
+        OSError: a file could not be written, or the folder renamed; or a file is not the one that its rank hashed.
     """
+    hashes = pop_hashes(staging)
     paths = regular_files(staging)
+    digests = side_by_side(lambda path: hashes.get(path) or sha256_of(path), paths)
     files = [
         {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, side_by_side(sha256_of, paths), strict=True)
+        for path, digest in zip(paths, digests, strict=True)
     ]
     manifest = {**header, "files": files}
     text = strict_json(manifest)

@@ -1,7 +1,7 @@
 """Weights and optimizer state in torch's distributed checkpoint format: each rank writes and reads its own part.
 
-The files are part of a checkpoint of `rlpack.checkpoint.commit`, which hashes them at commit and verifies the hashes
-before this module opens them. Hashes don't protect against a maliciously crafted folder, so files are read by
+The files are part of a checkpoint of `rlpack.checkpoint.commit`, which has the hashes of all files and verifies them
+before this module opens one. Hashes don't protect against a maliciously crafted folder, so files are read by
 `rlpack.checkpoint.restricted`, which runs no code from them.
 """
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.rank_hashes import record_shard_hashes
 from rlpack.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 
 
@@ -34,16 +35,20 @@ def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
         CheckpointError: a rank could not write, because the disk is full, for example.
     """
     weights, moments = get_state_dict(model, optimizer)
-    try:
+    with save_errors(folder):
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        record_shard_hashes(folder)
+
+
+@contextmanager
+def save_errors(folder: Path) -> Iterator[None]:
+    """Raise the errors of a save as a `CheckpointError`."""
+    try:
+        yield
     # CheckpointException derives from BaseException, so `except Exception` would miss it.
-    except CheckpointException as error:
-        raise save_error(folder, error) from error
-
-
-def save_error(folder: Path, error: CheckpointException) -> CheckpointError:
-    """Return the error of a save that failed on a rank."""
-    return CheckpointError(f"saving to {folder} failed; check the free disk space: {_first(error)}")
+    except (CheckpointException, OSError) as error:
+        cause = _first(error) if isinstance(error, CheckpointException) else str(error)
+        raise CheckpointError(f"saving to {folder} failed; check the free disk space: {cause}") from error
 
 
 def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -126,6 +126,11 @@ class _OwnFiles:
         except OSError as error:
             self._failure = error
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the files."""
+        return list(self._files)
+
     def needs(self, targets: Iterable[str]) -> bool:
         """Return whether any of these tensors goes into these files; False after an error."""
         return self._failure is None and any(self._plan.file_of[name] in self._files for name in targets)
@@ -182,7 +187,7 @@ def export_model(
     num_ranks: int = 1,
     published_names: bool = True,
     file_bytes: int = FILE_BYTES,
-) -> None:
+) -> list[str]:
     """Write config and weights as `save_pretrained` does, the weights from all ranks; a collective.
 
     Args:
@@ -196,6 +201,9 @@ def export_model(
     Raises:
         OSError: a file could not be written.
         ModelError: a weight has a dtype that safetensors files can't hold.
+
+    Returns:
+        The names of the weight files that this rank has written.
     """
     stream = WeightStream(policy, bucket_bytes=0)  # one weight in each bucket
     specs = [bucket[0] for bucket in stream.layout.buckets]
@@ -230,6 +238,7 @@ def export_model(
         _write_config(policy.model, folder)
         if plan.index is not None:
             (folder / INDEX).write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return files.names
 
 
 def plan_export(

@@ -122,6 +122,7 @@ BOUNDED = {
         "rlpack/distributed/ray_connection.py: ray.init",
     },
     "it runs in a thread, which is left behind at a deadline": {
+        "rlpack/checkpoint/background.py: save.result()",
         "rlpack/distributed/ray_connection.py: ray.shutdown",
     },
     "no wait: the socket has a time-out": {
