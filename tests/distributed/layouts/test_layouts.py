@@ -102,6 +102,8 @@ _PARTS = {"actor": ("embed_tokens",), "adapters": ("lora_A", "lora_B"), "critic"
         ("llama", SAVED, ("hsdp2x2", "dp2tp2", "pp2dp2", "one", "cp2tp2", "replicas2", "hsdp2x2")),
         ("qwen3_moe", ("actor",), ("ep2", "dp2ep2", "tp2", "one", "ep2tp2", "pp2ep2", "ep2")),
         ("llama_deep", SAVED, ("pp2vpp2", "dp2", "pp2vpp2")),
+        # FSDP over tensor parallelism, whose strided shards torch records as contiguous: 2×2, 4×1, 1×1, 2×2.
+        ("llama", ("actor",), ("dp2tp2", "dp4", "one", "dp2tp2")),
         *[
             (
                 "llama",
