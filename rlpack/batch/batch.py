@@ -9,6 +9,7 @@ Invariants (tests/unit/batch):
 4. Any column except a tensor [B] can be remote (`RemoteColumn`). Only operations that read tokens need a `reader`.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     plan: RankPlan | None  # the rank's plan, on a shard
     has_explicit_ids: bool  # whether `row_ids` was passed; repeated rows get ids that nobody passed
+    origin: bytes  # of the batch that numbered the rows, in this process or another; selections of rows keep it
     reader: PayloadReader | None  # fetches remote columns on first access; None leaves them remote. Not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
         self.plan = self.reader = None
-        self.has_explicit_ids = row_ids is not None
+        self.has_explicit_ids, self.origin = row_ids is not None, os.urandom(8)
         self._planned_ids = np.zeros(0, dtype=np.int64)
         self.row_ids = column_ops.row_numbers(columns) if row_ids is None else column_ops.distinct_ids(row_ids)
         for name, column in columns.items():
@@ -90,11 +92,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return len(self._columns)
 
     def __repr__(self) -> str:
-        return f"BatchedDataDict({self.num_rows} rows; {self._names()})"
+        return f"BatchedDataDict({self.num_rows} rows; {', '.join(self._columns) or 'no columns'})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = column_ops.to_picklable(self._columns)
-        return _rebuild, (columns, self.row_ids, self.plan, self._planned_ids, self.has_explicit_ids)
+        return _rebuild, (columns, self.row_ids, self.plan, self._planned_ids, self.has_explicit_ids, self.origin)
 
     def __copy__(self) -> "BatchedDataDict":
         return self.copy()
@@ -214,11 +216,12 @@ class BatchedDataDict(MutableMapping[str, Any]):
             raise DataError("concat needs at least one batch")
         joined, ids = column_ops.join(batches), np.concatenate([batch.row_ids for batch in batches])
         is_distinct, first = np.unique(ids).size == ids.size, batches[0]
-        of_shard = any(batch.plan is not None for batch in batches)
-        new_ids = ids if is_distinct else column_ops.ids_of_repeats(ids.size, of_shard=of_shard)
-        result = BatchedDataDict(joined, row_ids=new_ids)
+        new_ids = column_ops.ids_of_repeats(ids.size, of_shard=any(batch.plan is not None for batch in batches))
+        result = BatchedDataDict(joined, row_ids=ids if is_distinct else new_ids)
         if is_distinct and all(batch.plan is first.plan for batch in batches):
             result = first._like(joined, ids)
+        is_of_one = is_distinct and {batch.origin for batch in batches} == {first.origin}
+        result.origin = first.origin if is_of_one else os.urandom(8)
         result.has_explicit_ids = is_distinct and all(batch.has_explicit_ids for batch in batches)
         return result
 
@@ -324,7 +327,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: a row is missing, occurs twice, is not from this batch, or has an id that nobody passed.
         """
-        sharding.check_results(self.row_ids, [(output.row_ids, output.has_explicit_ids) for output in outputs])
+        sharding.check_results([r.has_explicit_ids or r.origin == self.origin or not r.num_rows for r in outputs])
         parts = [output for output in outputs if output.num_rows] or list(outputs[:1])
         positions = sharding.restored_positions(self.row_ids, [part.row_ids for part in parts], plan)
         columns = column_ops.place_rows(parts, positions, self.num_rows)
@@ -340,9 +343,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
         """Return a batch of `columns` with the plan, reader and (by default) ids of this one."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
-        batch.row_ids = self.row_ids if row_ids is None else batch.row_ids  # `restore` knows them by identity
         batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
-        batch.has_explicit_ids = self.has_explicit_ids
+        batch.has_explicit_ids, batch.origin = self.has_explicit_ids, self.origin
         return batch
 
     def _renumbered(self, index: np.ndarray) -> "BatchedDataDict":
@@ -366,18 +368,17 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def _check_has(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._columns:
-                raise MissingColumnError(f"there is no column {name!r}; the batch has {self._names()}")
-
-    def _names(self) -> str:
-        return ", ".join(self._columns) or "no columns"
+                raise MissingColumnError(
+                    f"there is no column {name!r}; the batch has {', '.join(self._columns) or 'no columns'}"
+                )
 
 
 def _rebuild(
-    columns: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned_ids: np.ndarray, explicit: bool = True
+    columns: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned_ids: np.ndarray, *origin: Any
 ) -> BatchedDataDict:
     """Rebuild a pickled batch."""
     batch = BatchedDataDict(column_ops.from_picklable(columns), row_ids=row_ids)
-    batch.plan, batch._planned_ids, batch.has_explicit_ids = plan, planned_ids, explicit
+    batch.plan, batch._planned_ids, (batch.has_explicit_ids, batch.origin) = plan, planned_ids, origin
     return batch
 
 

@@ -146,24 +146,15 @@ def truncated_lengths(
     return {name: torch.from_numpy(plan.lengths) for name, own in lengths.items() if same_lengths(own, source)}
 
 
-def check_results(own_ids: np.ndarray, results: Sequence[tuple[np.ndarray, bool]]) -> None:
+def check_results(have_ids: Sequence[bool]) -> None:
     """Raise a `DataError` unless there is a result, and each has ids of rows of the batch, or no rows.
 
-    Ids that nobody passed are row numbers within the result, which would be taken for rows of the batch. Those of rows
-    that were selected from the batch itself, whose ids nobody passed either, are different.
-
-    Args:
-        own_ids: ids of the batch's rows.
-        results: the ids of each result's rows, and whether they were passed to it.
+    Ids that nobody passed are row numbers within the result, which would be taken for rows of the batch.
     """
-    if not results:
+    if not have_ids:
         raise DataError("restore needs the results of at least one rank")
-    unknown = [not (is_passed or ids is own_ids or not len(ids)) for ids, is_passed in results]
-    are_numbers = [bool(ids.min(initial=0) < 0 or np.array_equal(ids, np.arange(len(ids)))) for ids, _ in results]
-    has_selected = any(is_unknown and not is_number for is_unknown, is_number in zip(unknown, are_numbers, strict=True))
-    for number, (ids, _) in enumerate(results):
-        if unknown[number] and are_numbers[number] and (ids.min() < 0 or not has_selected):
-            raise DataError(f"result {number} has {WITHOUT_IDS}")
+    if not all(have_ids):
+        raise DataError(f"result {have_ids.index(False)} has {WITHOUT_IDS}")
 
 
 def restored_positions(

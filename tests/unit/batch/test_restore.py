@@ -292,8 +292,19 @@ def test_rows_whose_ids_nobody_passed_are_not_restored():
 
 def test_rows_selected_from_the_batch_itself_are_restored():
     batch = make([1, 2, 3])
-    for parts in ([batch.keep(["place"])], [batch.select([2, 0, 1])], [batch.select([0, 1]), batch.select([2])]):
+    for parts in (
+        *([batch.keep(["place"])], [batch.select([2, 0, 1])], [batch.select([0, 1]), batch.select([2])]),
+        *(batch.split([3]), [BatchedDataDict.concat(batch.split([1, 2]))], [pickle.loads(pickle.dumps(batch))]),
+    ):
         assert batch.restore(parts)["place"].tolist() == [0, 1, 2]
+    others = make([1, 2, 3]).split([2, 1])
+    for foreign in (
+        others,
+        [batch.select([0, 1]), others[1]],
+        [BatchedDataDict.concat([batch.select([0]), others[1]])],
+    ):
+        with pytest.raises(DataError, match="has rows without ids"):
+            batch.restore(foreign)
 
 
 @pytest.mark.parametrize(
