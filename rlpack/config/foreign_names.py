@@ -69,9 +69,10 @@ def _answer(matching: Sequence[ForeignName]) -> str:
 
 
 def _notes(matching: Sequence[ForeignName]) -> str:
-    """Return the note that all frameworks share, or else each framework's."""
-    if len({name.note for name in matching}) == 1:
-        return matching[0].note
+    """Return the only note; if frameworks have different ones, each framework's."""
+    notes = list(dict.fromkeys(name.note for name in matching if name.note))
+    if len(notes) < 2:
+        return "".join(notes)
     return "; ".join(dict.fromkeys(f"{name.framework}: {name.note}" for name in matching if name.note))
 
 

@@ -15,8 +15,8 @@ _SECRET = re.compile(
     r"|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?token)$",
     re.IGNORECASE,
 )
-# A URL with a password, such as http://me:abc@proxy:3128, whatever the name of its key.
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+# A URL with a password, such as http://me:abc@proxy:3128, or a token in its place, whatever the name of its key.
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@", re.IGNORECASE)
 
 
 def looks_secret(name: str, value: Any) -> bool:
@@ -25,6 +25,8 @@ def looks_secret(name: str, value: Any) -> bool:
     >>> looks_secret("hub_token", "abc"), looks_secret("pad_token", "abc"), looks_secret("auth_token", True)
     (True, False, False)
     >>> looks_secret("proxy", "http://me:abc@proxy:3128"), looks_secret("proxy", "http://proxy:3128")
+    (True, False)
+    >>> looks_secret("pip", "git+https://abc@host/me"), looks_secret("pip", "git+ssh://git@host/me")
     (True, False)
     """
     if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):

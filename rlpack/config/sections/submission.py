@@ -42,7 +42,9 @@ class Submission(Section):
         default=(), strict=False, description="Packages that Ray installs on every node for the job."
     )
     env_vars: dict[str, str] = Field(
-        default_factory=dict, description="Environment variables of the job. No secrets: Ray's dashboard shows them."
+        default_factory=dict,
+        description="Environment variables of the job. No secrets: Ray's dashboard shows them. Whole numbers may be "
+        "unquoted; quotes keep their spelling.",
     )
     secret_names: tuple[str, ...] = Field(
         default=(),
@@ -82,15 +84,27 @@ def submission_problems(job: Submission) -> Iterator[str]:
                 yield f"{key} holds {name!r}, which is not the name of an environment variable (letters, digits and _)"
             elif name in _RESERVED:
                 yield f"{key} holds {name}; {_RESERVED[name]}"
-    for name, value in job.env_vars.items():
-        is_named = bool(value) and _SECRET_END.search(name) is not None
-        if is_named or any(looks_secret(part, value) for part in (name, name.rpartition("_")[2])):
-            yield (
-                f"job.env_vars.{name} looks like a secret, and Ray shows a job's environment to everyone with access "
-                f"to the cluster; remove it and set job.secret_names=[{name}]"
-            )
+    yield from _shown_secrets(job)
     if repeated := sorted(set(job.env_vars) & set(job.secret_names)):
         yield f"{', '.join(repeated)} is in both job.env_vars and job.secret_names; remove it from one"
     for key, text in (("job.working_dir", job.working_dir), ("job.secrets_dir", job.secrets_dir)):
         if text is not None and not text.strip():
             yield f"{key} is blank; set a folder"
+
+
+def _shown_secrets(job: Submission) -> Iterator[str]:
+    """Yield problems of secrets that Ray would show to everyone with access to the cluster."""
+    for name, value in job.env_vars.items():
+        is_named = bool(value) and _SECRET_END.search(name) is not None
+        if is_named or any(looks_secret(part, value) for part in (name, name.rpartition("_")[2])):
+            yield (
+                f"job.env_vars.{name} looks like a secret, and Ray shows a job's environment to everyone with access "
+                f"to the cluster; remove it and set job.secret_names=[{name}]. If it is not a secret, set it in the "
+                "nodes' image"
+            )
+    for number, requirement in enumerate(job.pip):
+        if looks_secret("", requirement):
+            yield (
+                f"job.pip.{number} is a URL with a password or token, and Ray shows a job's packages to everyone with "
+                "access to the cluster; install the package in the nodes' image instead"
+            )

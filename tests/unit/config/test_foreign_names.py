@@ -70,9 +70,9 @@ def test_every_name_is_answered_by_its_own_row(name: ForeignName):
         ("epsilon_high", "that is TRL's name; here it is algorithm.clip_high"),
         ("num_generations", "that is TRL's name; here it is trainer.group_size"),
         ("trainer.num_generations", "that is TRL's and Tunix's name; here it is trainer.group_size"),
-        ("max_steps", "ROLL's and TRL's name; here it is trainer.steps (TRL: counts rollout batches, not optimizer"),
+        ("max_steps", "ROLL's and TRL's name; here it is trainer.steps (counts rollout batches, not optimizer"),
         ("output_dir", "that is ROLL's and TRL's name; here it is run_dir"),
-        ("run.max_prompt_length", "that is verl's, TRL's and Tunix's name; here it is data.max_prompt_tokens (TRL: a"),
+        ("run.max_prompt_length", "that is verl's, TRL's and Tunix's name; here it is data.max_prompt_tokens (a"),
         ("a.temperature", "that is verl's, NeMo-RL's, TRL's and Tunix's name; here it is rollout.temperature"),
         ("kl_ctrl.target_kl", "verl's and ROLL's name; here it is algorithm.kl_target (in nats per response, not"),
         ("ppo_max_token_len_per_gpu", "the top level has: recipe,"),  # the actor's, or the critic's

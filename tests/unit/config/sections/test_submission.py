@@ -59,6 +59,11 @@ def test_whole_numbers_of_a_jobs_environment_are_text():
             Submission(env_vars={"COLOUR": "red"}, secret_names=("COLOUR",)),
             "is in both job.env_vars and job.secret_names; remove it from one",
         ),
+        (
+            Submission(pip=("numpy", "git+https://me:abc@host/package.git@v1")),
+            "job.pip.1 is a URL with a password or token, and Ray shows",
+        ),
+        (Submission(env_vars={"INDEX": "https://abc@host/simple"}), "job.env_vars.INDEX looks like a secret"),
         (Submission(working_dir=" "), "job.working_dir is blank"),
         (Submission(secrets_dir=""), "job.secrets_dir is blank"),
     ],
