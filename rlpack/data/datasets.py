@@ -154,10 +154,7 @@ def local_path(source: str, key: str = "data.source") -> Path | None:
     Raises:
         DataError: the source is a path that does not exist.
     """
-    try:
-        path = Path(os.path.expanduser(source))
-    except RuntimeError as error:  # ~name of an unknown user
-        raise DataError(f"there is no file {source}: {error}; set {key}") from error
+    path = Path(os.path.expanduser(source))
     try:
         exists = path.exists()
     except OSError as error:  # a folder that may not be read

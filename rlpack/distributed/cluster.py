@@ -36,7 +36,7 @@ class Cluster:
         job: Submission | None = None,
         log_path: Path | None = None,
         *,
-        is_interrupted: Callable[[], bool] | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Join the cluster at `placement.address`, or start one on this machine.
 
@@ -44,7 +44,7 @@ class Cluster:
             placement: the pools, and where they run.
             job: names the secrets that ranks need; None for none.
             log_path: the file to which ranks append what they log, on storage that all nodes share; None for none.
-            is_interrupted: whether to stop waiting for devices, such as after a Ctrl-C; None for never.
+            is_interrupted: whether to stop waiting for devices and for room that others hold, as after a Ctrl-C.
 
         Raises:
             PlacementError: no cluster answers at the address, or there is no room for the object store or its budget.
@@ -60,7 +60,7 @@ class Cluster:
         if watch is not None and log_path is not None:
             watch.log_to(log_path)
         try:
-            self.store = _store(placement)
+            self.store = _store(placement, is_interrupted)
         except BaseException:
             disconnect()  # no caller holds this half-built cluster to close it
             raise
@@ -123,17 +123,17 @@ class Cluster:
                 check_shared(name, self._pools[name], self._log_path.parent)
 
 
-def _store(placement: Placement) -> RayStore:
+def _store(placement: Placement, is_interrupted: Callable[[], bool]) -> RayStore:
     """Return the cluster's store with the configured budget.
 
     Raises:
         PlacementError: the budget exceeds the store.
     """
     budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
-    store = RayStore(budget, wait_s=placement.call_timeout_s)
+    store = RayStore(budget, wait_s=placement.call_timeout_s, is_interrupted=is_interrupted)
     if store.budget > store.size:
         raise PlacementError(
-            f"placement.in_flight_gb is {placement.in_flight_gb:g}, and the object stores of all nodes have "
+            f"placement.in_flight_gb is {placement.in_flight_gb:g}, but the object stores of all nodes have "
             f"{in_units(store.size)}; lower it, or raise placement.object_store_gb"
         )
     return store

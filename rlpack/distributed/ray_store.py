@@ -68,18 +68,26 @@ def _room_of_ray() -> Room:
 class RayStore:
     """The payloads of a run, within a budget of bytes."""
 
-    def __init__(self, budget: float | None, *, wait_s: float, room: Callable[[], Room] = _room_of_ray) -> None:
+    def __init__(
+        self,
+        budget: float | None,
+        *,
+        wait_s: float,
+        room: Callable[[], Room] = _room_of_ray,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Use the store of the cluster that the driver is connected to.
 
         Args:
             budget: most bytes in flight at once, over all nodes; None takes 60 % of the store.
             wait_s: longest wait, for another thread to release payloads or for objects to arrive.
             room: returns free and all bytes of each node's store.
+            is_interrupted: whether to stop waiting for room that others on the cluster hold, as after a Ctrl-C.
         """
         self.size = sum(total for _, total in room().values())
         self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
-        self._room = room
+        self._room, self._is_interrupted = room, is_interrupted
         # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
         self._changed = threading.Condition()
         self._of_node: Counter[str] = Counter()
@@ -158,7 +166,7 @@ class RayStore:
                 frees_late = self._fits(sizes, self._of_node, room) and not shortage.others
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
                 can_wait = self._fits(sizes, self._unwaitable(), room)
-                if not can_wait or waited >= patience:
+                if not can_wait or waited >= patience or (shortage.others and self._is_interrupted()):
                     raise StoreFullError(role, method, sum(sizes.values()), shortage)
                 if shortage.others and waited >= _SETTLE_S and not is_logged:
                     logger.warning(
@@ -185,7 +193,8 @@ class RayStore:
         """Return the bytes of a node's store that can't be this run's; 0 if all of them may be.
 
         Not all bytes of this run are counted: weights in transit to the sampler and small objects take at most the part
-        of the store that batches leave to them, and copies of rows at most the bytes of the batches on other nodes.
+        of the store that batches leave to them, and copies of rows at most the bytes of the batches on other nodes. On
+        many nodes, where these are more than a node's store, others are therefore not recognized.
         Objects that this run has just freed may count as those of others until Ray reports them.
         """
         uncounted = max(self._spare_of(total), (_SPILLS_AT - _SHARE) * total) + self.in_flight - self._of_node[node]

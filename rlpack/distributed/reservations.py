@@ -73,7 +73,7 @@ def bundles_by_rank(node_of: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def reserve(
-    pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] | None = None
+    pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, ReservedDevices]:
     """Reserve the devices of pools, all of them or none.
 
@@ -83,7 +83,7 @@ def reserve(
     Args:
         pools: the pools, by name.
         timeout_s: deadline, in seconds.
-        is_interrupted: whether to stop waiting, such as after a Ctrl-C; None for never.
+        is_interrupted: whether to stop waiting, as after a Ctrl-C.
 
     Raises:
         Interrupted: `is_interrupted` returned True.
@@ -107,7 +107,7 @@ def reserve(
 class _DeviceWait:
     """The wait for the devices of pools, with its deadline and its messages; arguments are those of `reserve`."""
 
-    def __init__(self, pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool] | None) -> None:
+    def __init__(self, pools: Mapping[str, Pool], timeout_s: float, is_interrupted: Callable[[], bool]) -> None:
         self._pools, self._timeout_s = pools, timeout_s
         self._is_interrupted = is_interrupted
         self._began, self._is_warned = time.monotonic(), False
@@ -138,19 +138,19 @@ class _DeviceWait:
         """
         end, deadline = time.monotonic() + seconds, self._began + self._timeout_s
         while (now := time.monotonic()) < end:
-            if self._is_interrupted is not None and self._is_interrupted():
+            if self._is_interrupted():
                 raise Interrupted
-            if now >= deadline:
-                raise PlacementError(
-                    f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}; "
-                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, raise the "
-                    f"limit, or lower {', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
-                )
             if now >= self._began + _WARN_S and not self._is_warned:
                 self._is_warned = True
                 logger.warning(
                     "waiting up to %g s for devices in use elsewhere: %s; %s are free",
                     *(self._timeout_s, self._claims(waiting), listing(ask_ray(ray.available_resources))),
+                )
+            if now >= deadline:
+                raise PlacementError(
+                    f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}; "
+                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, raise the "
+                    f"limit, or lower {', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
                 )
             time.sleep(max(0.0, min(_LOOK_S, end - now, deadline - now)))
 

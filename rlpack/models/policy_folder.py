@@ -56,16 +56,19 @@ def _is_multimodal(folder: Path) -> bool:
 
 def _copy_processor(source: str, revision: str | None, folder: Path) -> None:
     """Copy the processor's files from a folder or the Hub; text can be generated without, so failures are warnings."""
-    base, failures = Path(os.path.expanduser(source)), {}
+    base, failures, is_offline = Path(os.path.expanduser(source)), {}, False
     for name in _PROCESSOR_FILES:
         try:
-            path = base / name if base.is_dir() else Path(hf_hub_download(source, name, revision=revision))
+            if base.is_dir():
+                path = base / name
+            else:  # after a failure from the cache, so that an unreachable Hub is waited for once
+                path = Path(hf_hub_download(source, name, revision=revision, local_files_only=is_offline))
             if path.exists():
                 shutil.copyfile(path, folder / name)
-        except (EntryNotFoundError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the Hub's client also raises errors of its HTTP library
             # The other kind of this error: the repository has no such file.
             if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
-                failures[name] = error
+                failures[name], is_offline = error, True
     if failures:
         _log.warning(
             "%s could not be copied from %s to the exported model (%s); copy those that it has into the model's "

@@ -169,7 +169,7 @@ def test_an_address_without_a_cluster_is_said():
 def test_a_budget_over_the_store_is_said_and_leaves_no_process():
     before = own_processes()
     with pytest.raises(
-        PlacementError, match=r"in_flight_gb is 1e\+06, and the object stores of all nodes have .*; lower"
+        PlacementError, match=r"in_flight_gb is 1e\+06, but the object stores of all nodes have .*; lower"
     ):
         Cluster(Placement(in_flight_gb=1e6))
     assert not ray.is_initialized()

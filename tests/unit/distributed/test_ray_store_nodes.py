@@ -3,10 +3,12 @@
 import pickle
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from rlpack.distributed import ray_store
+from rlpack.distributed.ray_store import RayStore
 from tests.unit.distributed.test_ray_store import GB, other_step, put, refused_within, store_of
 
 THREE_NODES = dict.fromkeys("abc", (GB, GB))
@@ -52,12 +54,22 @@ def test_room_that_others_on_a_cluster_hold_is_waited_for(
     monkeypatch.setattr(ray_store, "_SETTLE_S", 0.2)
     room = {"a": (0.4 * GB, GB)}
     store = store_of(None, room=room)
-    threading.Timer(1.0, lambda: room.update(a=(GB, GB))).start()
+    leave = partial(room.update, a=(GB, GB))  # once the wait is logged
+    monkeypatch.setattr(ray_store.logger, "filters", [lambda record: leave() is None])
     assert put(store, GB // 4).is_readable
     assert [record.message for record in caplog.records] == [
         "role rollout, in generate: waits up to 60 s for room in the object store, of which others, such as another "
         "run on this cluster, hold 600 MB"
     ]
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_room_that_others_hold():
+    stops = iter([False, False, True])
+    room = {"a": (0.4 * GB, GB)}
+    store = RayStore(None, wait_s=60.0, room=lambda: room, is_interrupted=lambda: next(stops))
+    with refused_within(30) as full:
+        put(store, GB // 4)
+    assert "hold 600 MB" in str(full.value)
 
 
 def test_the_error_of_a_store_that_others_fill_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -243,6 +244,22 @@ def test_heads_that_vllm_cannot_run_are_refused_with_the_sizes_that_it_can(heads
     words = r"rollout\.engine=vllm: the model's heads have 8 numbers, .* take 32, 64, .* set rollout\.engine=hf"
     with pytest.raises(ModelError, match=words):
         check(model, rollout=Rollout(engine="vllm"))
+
+
+def test_an_architecture_that_the_installed_vllm_does_not_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    registry = tmp_path / "model_executor" / "models" / "registry.py"
+    registry.parent.mkdir(parents=True)
+    registry.write_text('_TEXT_GENERATION_MODELS = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')
+    monkeypatch.setattr("rlpack.rollout.vllm.architectures.vllm_folder", lambda: tmp_path)
+    monkeypatch.setattr("rlpack.recipes.preflight.architecture_checks.find_spec", lambda name: object())
+    model = {"model_type": "gpt_neo", "hidden_size": 64, "num_heads": 2, "num_layers": 1}
+    model |= {"attention_types": [[["global"], 1]], "max_position_embeddings": 1024}
+    padded = Batching(mode="dynamic", max_tokens=1024)
+    check(model, batching=padded)
+    with pytest.raises(ModelError, match=r"rollout.engine=vllm: .* has no GPTNeoForCausalLM, .* set rollout.engine=hf"):
+        check(model, batching=padded, rollout=Rollout(engine="vllm"))
 
 
 def test_a_model_that_the_gpus_of_an_engine_cannot_split_is_refused_with_the_key():

@@ -8,17 +8,13 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     GPT2Config,
-    GPTNeoForCausalLM,
     GPTNeoXConfig,
-    HeliumForCausalLM,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen2ForCausalLM,
     RobertaConfig,
 )
 
 from rlpack.rollout.errors import EngineError
-from rlpack.rollout.vllm.architectures import architecture_problem, supported_architectures
 from rlpack.rollout.vllm.classifier_arguments import is_classifier, pad_token
 from rlpack.rollout.vllm.server_arguments import command_line, server_arguments
 from rlpack.rollout.vllm.server_options import ServerOptions
@@ -113,18 +109,3 @@ def test_other_families_with_a_score_head_are_taken():
         n_embd=64, n_head=2, n_layer=1, vocab_size=9, num_labels=1, architectures=["GPT2ForSequenceClassification"]
     )
     assert arguments(config)["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
-
-
-def test_a_model_that_neither_vllm_nor_its_transformers_backend_runs_has_a_problem():
-    assert architecture_problem(Qwen2ForCausalLM) is None  # vLLM's own
-    assert architecture_problem(HeliumForCausalLM) is None  # transformers' implementation, with vLLM's attention
-    assert (architecture_problem(GPTNeoForCausalLM) or "").startswith("the installed vLLM has no GPTNeoForCausalLM, ")
-
-
-def test_a_registry_of_another_form_is_named(registry):
-    registry.write_text("MODELS = load()")
-    with pytest.raises(EngineError, match=r"registry\.py has no table of models; rlpack works with vLLM"):
-        supported_architectures()
-    registry.unlink()
-    with pytest.raises(EngineError, match=r"can't be read from .*registry\.py"):
-        supported_architectures()
