@@ -8,7 +8,7 @@ from benchmarks.memory_estimate import Size, compare
 
 SIZE = Size(hidden=512, layers=8, tokens=512)
 # A quarter of a minute each. `make test-long` runs the others.
-NAMES = {"selective", "lora", "dp2"}
+NAMES = {"lora", "dp2"}
 
 
 @pytest.mark.parametrize(

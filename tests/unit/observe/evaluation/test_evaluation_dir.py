@@ -147,8 +147,8 @@ def test_changed_files_of_prompts_or_model_are_refused(tmp_path):
         ("model", "", "unrelated files \\(model\\)"),
         ("thesis.tex", "", "unrelated files \\(thesis.tex\\)"),
         (IDENTITY, "{", "can't be read"),
-        (IDENTITY, '{"format": 1, "arguments": {}, "hashes": {}}', "another format"),
-        (IDENTITY, "[]", "another format"),
+        (IDENTITY, '{"format": 1, "arguments": {}, "hashes": {}}', "not in the format of this version"),
+        (IDENTITY, "[]", "not in the format of this version"),
     ],
 )
 def test_a_directory_with_other_content_is_refused(tmp_path, name, content, words):
