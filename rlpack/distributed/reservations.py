@@ -7,8 +7,8 @@ not several at once: two runs that each had one of their two pools would wait fo
 (tests/unit/distributed/test_reservations.py):
 
 1. the ranks on a node are consecutive; nodes with more of a pool's ranks come first;
-2. a run gets the devices of all its pools or none; while some pools wait, the others hold theirs for at most
-   `_MOST_HOLD_S` at a time.
+2. a run gets the devices of all its pools or none; while some pools wait, the others hold theirs for 4, 8, 16, … s at a
+   time, so that it gets them in the end though runs with a single pool never give theirs back.
 """
 
 import logging
@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 _WARN_S = 10.0
 # Interval at which the state of placement groups is read.
 _LOOK_S = 0.2
-# Pools that have their devices wait this long for those that don't; twice as long in each further attempt, since a busy
-# Ray may need seconds for groups that do fit.
-_FIRST_HOLD_S, _MOST_HOLD_S = 1.0, 16.0
+# Pools that have their devices wait this long for those that don't; twice as long in each further attempt.
+_FIRST_HOLD_S = 4.0
+# Random pauses before further attempts are no longer than this: others may take the devices meanwhile.
+_MOST_PAUSE_S = 4.0
 # Runs with the same seed have to pause for different times.
 _RANDOM = random.SystemRandom()
 
@@ -91,17 +92,19 @@ def reserve(
     """
     wait, hold_s = _DeviceWait(pools, timeout_s, is_interrupted), _FIRST_HOLD_S
     while True:
-        groups = {name: _request(pool) for name, pool in pools.items()}
+        groups: dict[str, PlacementGroup] = {}
         try:
+            for name, pool in pools.items():
+                groups[name] = _request(pool)
             nodes = wait.nodes_of(groups, hold_s)
-        except (PlacementError, Interrupted):
+        except BaseException:
             _release(groups)
             raise
         if nodes is not None:
             return {name: ReservedDevices(group, bundles_by_rank(nodes[name])) for name, group in groups.items()}
         _release(groups)
-        wait.pause(_RANDOM.uniform(0.0, hold_s), list(pools))
-        hold_s = min(2 * hold_s, _MOST_HOLD_S)
+        wait.pause(_RANDOM.uniform(0.0, min(hold_s, _MOST_PAUSE_S)), list(pools))
+        hold_s *= 2
 
 
 class _DeviceWait:
@@ -174,5 +177,8 @@ def _request(pool: Pool) -> PlacementGroup:
 
 def _release(groups: Mapping[str, PlacementGroup]) -> None:
     """Give up the devices of placement groups, and the requests for them."""
-    for group in groups.values():
-        ask_ray(partial(remove_placement_group, group))
+    for name, group in groups.items():
+        try:
+            ask_ray(partial(remove_placement_group, group))
+        except Exception as error:  # noqa: BLE001 - the others are given up, too
+            logger.warning("the devices of pool %s could not be given back: %s", name, error)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from threading import Barrier, Lock
+from threading import Barrier, Event, Lock
 from time import sleep
 from typing import Any, cast
 
@@ -144,6 +144,44 @@ def test_a_run_that_waits_for_its_second_pool_lets_another_run_have_the_first(de
         for group in (long_run, cast(int, small["main"].group)):
             devices.remove(group)
         assert set(waiting.result(timeout=60.0)) == set(HALVES)
+
+
+@pytest.mark.parametrize("fails", ["placement_group", "placement_group_table"])
+def test_an_error_of_ray_leaves_no_devices_reserved(devices: Devices, monkeypatch: pytest.MonkeyPatch, fails: str):
+    original, calls = getattr(reservations, fails), count()
+
+    def fail_at_the_second_call(*args: Any, **named: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("Ray has ended")
+        return original(*args, **named)
+
+    monkeypatch.setattr(reservations, fails, fail_at_the_second_call)
+    with pytest.raises(RuntimeError, match="Ray has ended"):
+        reserve(HALVES, timeout_s=10.0)
+    assert devices.free == 8
+
+
+def test_a_run_with_two_pools_gets_its_devices_among_runs_with_one(devices: Devices):
+    has_all = Event()
+
+    def small_run() -> None:
+        while not has_all.is_set():
+            (one,) = reserve({"main": HALVES["main"]}, timeout_s=30.0).values()
+            sleep(0.3)
+            devices.remove(cast(int, one.group))
+
+    with ThreadPoolExecutor(5) as threads:
+        small = [threads.submit(small_run) for _ in range(4)]
+        sleep(0.1)
+        large = threads.submit(reserve, HALVES, timeout_s=30.0)
+        try:
+            reserved = large.result(timeout=60.0)
+        finally:
+            has_all.set()
+        for one in reserved.values():
+            devices.remove(cast(int, one.group))
+        for end in small:
+            end.result(timeout=60.0)
 
 
 def test_devices_that_others_keep_end_the_wait_at_its_deadline_and_none_are_held(
