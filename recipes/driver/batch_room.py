@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Bytes per token before any batch is drawn. The arithmetic task stores 25 to 50.
 _FIRST_BYTES = 1024.0
+# Bytes of a step before any step has ended, as a multiple of its batch's. The built-in recipes store up to 1.3 times.
+_FIRST_STEP = 4.0
 # Texts take more or fewer bytes per token from batch to batch.
 _MARGIN = 1.25
 
@@ -124,7 +126,8 @@ class BatchRoom:
             of_batches = self._of_batches or _FIRST_BYTES
             # The batch that took the fewest bytes may have taken a single round.
             of_rounds = max(of_batches, self._rounds * min(self._least_of_batches, of_batches))
-            of_steps = max(self._of_steps, of_batches)  # later steps may store more than the first ones
+            # Later steps may store more than the first ones; of the first one, nothing is known.
+            of_steps = max(self._of_steps, of_batches) if self._of_steps else _FIRST_STEP * of_batches
         trainer = self._session.config.trainer
         num_rows = trainer.prompts_per_step * trainer.group_size
         of_step = num_rows * (1 + trainer.late_groups.share * (trainer.late_groups.window - 1))

@@ -220,9 +220,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
         result = BatchedDataDict(joined, row_ids=ids if is_distinct else new_ids)
         if is_distinct and all(batch.plan is first.plan for batch in batches):
             result = first._like(joined, ids)
-        is_of_one = is_distinct and {batch.origin for batch in batches} == {first.origin}
-        result.origin = first.origin if is_of_one else os.urandom(8)
-        result.has_explicit_ids = is_distinct and all(batch.has_explicit_ids for batch in batches)
+        own = [batch for batch in batches if batch.num_rows] or batches[:1]  # the others have no ids
+        result.origin = own[0].origin if is_distinct and len({one.origin for one in own}) == 1 else os.urandom(8)
+        result.has_explicit_ids = is_distinct and all(batch.has_explicit_ids for batch in own)
         return result
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "BatchedDataDict":

@@ -295,6 +295,7 @@ def test_rows_selected_from_the_batch_itself_are_restored():
     for parts in (
         *([batch.keep(["place"])], [batch.select([2, 0, 1])], [batch.select([0, 1]), batch.select([2])]),
         *(batch.split([3]), [BatchedDataDict.concat(batch.split([1, 2]))], [pickle.loads(pickle.dumps(batch))]),
+        [BatchedDataDict.concat([batch, make([])])],
     ):
         assert batch.restore(parts)["place"].tolist() == [0, 1, 2]
     others = make([1, 2, 3]).split([2, 1])

@@ -199,6 +199,19 @@ def test_no_batch_takes_the_room_that_the_step_in_progress_needs(
     assert within(30, partial(run.walk, before_train=train_while_the_next_is_drawn)) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("mode", [{}, IN_FLIGHT])
+@pytest.mark.parametrize("budget", [160, 215, 340])
+def test_the_first_step_may_store_more_than_its_batch(
+    tmp_path: Path, payloads: Callable[..., Payloads], mode: dict[str, Any], budget: int
+):
+    run = payloads(tmp_path, budget, **mode)
+    drawn = [threading.Event() for _ in range(6)]
+    run.after = lambda number: drawn[number].set()
+    steps = iter(range(2, 6))
+    train = partial(run.walk, of_step=100, before_train=lambda queue: drawn[next(steps)].wait(0.2))
+    assert within(30, train) == [1, 2, 3, 4]
+
+
 def test_an_evaluation_during_a_step_has_room_next_to_the_batches(tmp_path: Path, payloads: Callable[..., Payloads]):
     run = payloads(tmp_path, 240, lead=2, publish="in_flight", engine="vllm")
     room = BatchRoom(run.session)
@@ -257,6 +270,7 @@ def test_a_draw_of_several_rounds_may_take_the_room_of_each(tmp_path: Path, payl
         kept = run.put(60)
         for room in rooms:
             room.record_batch(lease, MOST_TOKENS)
+            room.record_step(lease, MOST_TOKENS)
         # The batch that was drawn holds 60 bytes; a round of the next one takes at most 75, and so does a step.
         assert [room.holds_one_more(2, [drawn]) for room in rooms] == [True, True, False]
         assert kept.is_readable
