@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rlpack.background_call import BackgroundCall
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.rank_hashes import record_shard_hashes
-from rlpack.checkpoint.sharded import save_errors
+from rlpack.checkpoint.sharded import record_shard_hashes, save_errors
 from rlpack.gloo import GLOO
 
 

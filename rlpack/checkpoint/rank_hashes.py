@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rlpack.checkpoint.files import sha256_of, side_by_side
 from rlpack.safe_files import read_object
 from rlpack.whole_files import write_whole
@@ -38,16 +36,6 @@ def record_hashes(folder: Path, rank: int, files: Iterable[str]) -> None:
         for path, digest in zip(paths, side_by_side(sha256_of, paths), strict=True)
     }
     write_whole(folder / _PATTERN.replace("*", str(rank)), json.dumps(entries))
-
-
-def record_shard_hashes(folder: Path) -> None:
-    """Hash the files that `torch.distributed.checkpoint` wrote into a folder for this rank.
-
-    Raises:
-        OSError: see `record_hashes`.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    record_hashes(folder, rank, sorted(path.name for path in folder.glob(f"__{rank}_*.distcp")))
 
 
 def pop_hashes(root: Path) -> dict[Path, str]:

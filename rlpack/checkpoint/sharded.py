@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.rank_hashes import record_shard_hashes
+from rlpack.checkpoint.rank_hashes import record_hashes
 from rlpack.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 
 
@@ -38,6 +39,16 @@ def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     with save_errors(folder):
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         record_shard_hashes(folder)
+
+
+def record_shard_hashes(folder: Path) -> None:
+    """Hash the files that `torch.distributed.checkpoint` wrote into a folder for this rank.
+
+    Raises:
+        OSError: see `record_hashes`.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    record_hashes(folder, rank, sorted(path.name for path in folder.glob(f"__{rank}_*.distcp")))
 
 
 @contextmanager
