@@ -294,7 +294,7 @@ def test_sets_that_are_evaluated_at_the_end_need_no_room_during_steps(
 
 
 class LateGroups(Payloads):
-    """Draws of four groups, each of which stores 15 bytes; one group ends after the next two batches were begun."""
+    """Draws of four groups, each of which stores 15 bytes; the last group of every third batch takes longer."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         window = {"prompts_per_step": 4, "late_groups": {"window": 3, "share": 0.25}}
