@@ -130,7 +130,9 @@ def _store(placement: Placement, is_interrupted: Callable[[], bool]) -> RayStore
         PlacementError: the budget exceeds the store.
     """
     budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
-    store = RayStore(budget, wait_s=placement.call_timeout_s, is_interrupted=is_interrupted)
+    has_others = placement.address is not None
+    wait_s = placement.call_timeout_s
+    store = RayStore(budget, wait_s=wait_s, has_others=has_others, is_interrupted=is_interrupted)
     if store.budget > store.size:
         raise PlacementError(
             f"placement.in_flight_gb is {placement.in_flight_gb:g}, but the object stores of all nodes have "

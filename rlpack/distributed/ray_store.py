@@ -74,6 +74,7 @@ class RayStore:
         *,
         wait_s: float,
         room: Callable[[], Room] = _room_of_ray,
+        has_others: bool = True,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Use the store of the cluster that the driver is connected to.
@@ -82,12 +83,13 @@ class RayStore:
             budget: most bytes in flight at once, over all nodes; None takes 60 % of the store.
             wait_s: longest wait, for another thread to release payloads or for objects to arrive.
             room: returns free and all bytes of each node's store.
+            has_others: whether others use the cluster, too; if not, what isn't counted is never theirs.
             is_interrupted: whether to stop waiting for room that others on the cluster hold, as after a Ctrl-C.
         """
         self.size = sum(total for _, total in room().values())
         self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
-        self._room, self._is_interrupted = room, is_interrupted
+        self._room, self._has_others, self._is_interrupted = room, has_others, is_interrupted
         # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
         self._changed = threading.Condition()
         self._of_node: Counter[str] = Counter()
@@ -194,12 +196,12 @@ class RayStore:
 
         Not all bytes of this run are counted: weights in transit to the sampler and small objects take at most the part
         of the store that batches leave to them, and copies of rows at most the bytes of the batches on other nodes. On
-        many nodes, where these are more than a node's store, others are therefore not recognized.
-        Objects that this run has just freed may count as those of others until Ray reports them.
+        many nodes, where these are more than a node's store, others are therefore not recognized. Objects that this run
+        has just freed may count as those of others until Ray reports them.
         """
         uncounted = max(self._spare_of(total), (_SPILLS_AT - _SHARE) * total) + self.in_flight - self._of_node[node]
         others = total - free - self._of_node[node]
-        return others if others > uncounted else 0.0
+        return others if self._has_others and others > uncounted else 0.0
 
     def _fits(self, sizes: Mapping[str, int], used: Mapping[str, int], room: Room) -> bool:
         """Return whether the limits allow these sizes in addition to the bytes that are used on each node."""

@@ -72,6 +72,15 @@ def test_a_run_that_is_stopped_does_not_wait_for_room_that_others_hold():
     assert "hold 600 MB" in str(full.value)
 
 
+def test_on_a_runs_own_cluster_nobody_else_holds_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_store, "_SETTLE_S", 0.1)
+    room = {"a": (0.4 * GB, GB)}
+    store = RayStore(None, wait_s=60.0, room=lambda: room, has_others=False)
+    with refused_within(30) as full:
+        put(store, GB // 4)
+    assert "others" not in str(full.value)
+
+
 def test_the_error_of_a_store_that_others_fill_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_store, "_SETTLE_S", 0.1)
     store = store_of(None, wait_s=0.5, room={"a": (0.4 * GB, GB)})
