@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
@@ -43,8 +45,23 @@ def open_session(config: Config) -> Iterator[Session]:
         RunDirectoryError: another process holds the run directory.
         RoleError: a call failed; it carries the step.
     """
-    with lock_run_dir(Path(cast(str, config.run_dir))) as lock, _open_locked(config, lock) as session:
+    with lock_run_dir(Path(cast(str, config.run_dir))) as lock, _one_thread(), _open_locked(config, lock) as session:
         yield session
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limit this process's PyTorch operations to one thread.
+
+    The driver's tensors are small. While the ranks compute on all cores, an operation on two threads waits for a core:
+    `values[mask]` with 8,000 values took 3.7 ms on two busy cores, 0.2 ms on one thread.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

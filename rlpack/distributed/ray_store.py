@@ -44,6 +44,9 @@ _SHARE, _SPILLS_AT = 0.6, 0.8
 # Ray's processes report freed objects within this time.
 _SETTLE_S = 5.0
 _POLL_S = 0.1
+# Asking Ray for its stores' room takes 2 ms; within this time of the last answer, up to this share of the room that it
+# reported is reserved without asking again.
+_FRESH_S, _SMALL_SHARE = 1.0, 0.01
 
 # Free and all bytes of each node's store.
 Room = Mapping[str, tuple[float, float]]
@@ -86,10 +89,10 @@ class RayStore:
             has_others: whether others use the cluster, too; if not, what isn't counted is never theirs.
             is_interrupted: whether to stop waiting for room that others on the cluster hold, as after a Ctrl-C.
         """
-        self.size = sum(total for _, total in room().values())
+        self._ask_ray, self._has_others, self._is_interrupted = room, has_others, is_interrupted
+        self.size = sum(total for _, total in self._room().values())
         self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
-        self._room, self._has_others, self._is_interrupted = room, has_others, is_interrupted
         # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
         self._changed = threading.Condition()
         self._of_node: Counter[str] = Counter()
@@ -97,6 +100,10 @@ class RayStore:
         self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
         self._leased = self._peak = 0
         self._waits: list[tuple[threading.Thread, StoreLease | None]] = []
+
+    def _room(self) -> Room:
+        self._reported, self._reported_at, self._unreported = self._ask_ray(), time.monotonic(), Counter[str]()
+        return self._reported
 
     @property
     def in_flight(self) -> int:
@@ -162,7 +169,8 @@ class RayStore:
         """
         started, lease, is_logged = time.monotonic(), current_lease(), False
         with self._changed:
-            while any(sizes.values()) and (shortage := self._shortage(sizes, room := self._room())).size > 0:
+            asks = any(sizes.values()) and not self._has_ample_room(sizes)
+            while asks and (shortage := self._shortage(sizes, room := self._room())).size > 0:
                 waited = time.monotonic() - started
                 # The room exists, but Ray has yet to report it, unless others hold it.
                 frees_late = self._fits(sizes, self._of_node, room) and not shortage.others
@@ -179,6 +187,16 @@ class RayStore:
                     is_logged = True
                 self._changed.wait(min(_POLL_S, patience))
             return Reservation(self, self._claim(dict(sizes), None if lease is None else {lease}))
+
+    def _has_ample_room(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether there is room for sizes that are small next to what Ray reported a moment ago."""
+        unreported = self._unreported + Counter(sizes)
+        if time.monotonic() - self._reported_at > _FRESH_S or self._shortage(sizes, self._reported).size > 0:
+            return False
+        if any(size > _SMALL_SHARE * self._reported[node][0] for node, size in unreported.items()):
+            return False
+        self._unreported = unreported
+        return True
 
     def _shortage(self, sizes: Mapping[str, int], room: Room) -> Shortage:
         """Return what is missing for these sizes: on a node, or of the budget; 0 bytes or less if there is room."""

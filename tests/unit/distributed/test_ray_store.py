@@ -16,6 +16,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
+from rlpack.distributed import ray_store
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
@@ -188,6 +189,30 @@ def test_a_result_over_the_whole_budget_is_refused_at_once():
     assert (full.value.role, full.value.method, full.value.size, full.value.short) == ("rollout", "generate", 101, 1)
     assert "raise placement.object_store_gb" in str(full.value)
     assert str(pickle.loads(pickle.dumps(full.value))) == str(full.value)
+
+
+def test_ray_is_asked_again_only_for_what_is_large_next_to_its_last_answer(monkeypatch: pytest.MonkeyPatch):
+    answers, free = [0], [GB]
+
+    def room() -> dict[str, tuple[float, float]]:
+        answers[0] += 1
+        return {"a": (free[0], GB)}
+
+    store = RayStore(None, wait_s=LONG_S, room=room, is_interrupted=lambda: True)
+    with store.lease("step 1 of train"):
+        handles = [put(store, GB // 1000) for _ in range(10)]
+        assert answers == [1]  # of the start; these are 1 % of the room together
+        handles.append(put(store, GB // 1000))
+        assert answers == [2]
+        handles.append(put(store, GB // 50))
+        assert answers == [3]
+        free[0] = GB // 5  # another run has taken the rest
+        handles.append(put(store, GB // 1000))
+        assert answers == [3]
+        monkeypatch.setattr(ray_store, "_FRESH_S", 0.0)
+        with pytest.raises(StoreFullError):
+            put(store, GB // 1000)
+        assert answers == [4]
 
 
 def test_what_the_steps_own_bytes_leave_no_room_for_is_refused_at_once():
