@@ -100,7 +100,7 @@ def update_actor_after_warmup(
     if step.number > warmup:
         policy_stages.update_actor(session, step, rollouts, plan, advantage_moments, untrained_steps=warmup)
     else:
-        policy_stages.record_pending_kl(step, rollouts)
+        step.record_pending_metrics(rollouts)
 
 
 def _value_tokens(rows: BatchedDataDict) -> Tensor:

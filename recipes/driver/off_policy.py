@@ -1,6 +1,6 @@
 """The driver's part of off-policy correction: which tokens count, how much, and how far the policies are apart."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def correct_off_policy(
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
     so for the tokens of each lag. With a lead, and without log-probs from before the update, the update itself measures
     them (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit
-    on the gap of log-probs (`rollout.max_logprob_gap`) applies to them.
+    on the gap of log-probs (`rollout.max_logprob_gap`) applies to them. If only these metrics need the comparison, they
+    are recorded after the update (`StepContext.record_pending_metrics`), whose ranks thus don't wait for the driver.
 
     Args:
         session: the run.
@@ -43,22 +44,21 @@ def correct_off_policy(
 
     Raises:
         MismatchError: a metric is beyond its limit in `algorithm.correction.stop_above` or `stop_below`.
-        LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
+        LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit; raised once it is recorded.
     """
     settings, lags = session.config.algorithm.correction, measured_lags(session)
     if "logprobs" not in rollouts or settings.skips_old_logprobs or not (settings.measures or lags):
         return rollouts
+    tokens, newest = rollouts["response_tokens"], session.rollout_weights.version if lags else 0
+    pending = session.actor.with_plan(plan).submit(
+        ActorWorker.correct, rollouts, settings, newest=newest, lead=lags[-1] if lags else None
+    )
+    if not settings.measures:
+        step.pending_metrics.append(lambda _: _record(session, step, _totals_by_lag(pending.result(), tokens, lags)))
+        return rollouts
     with step.timer("correction"):
-        newest = session.rollout_weights.version if lags else 0
-        found = session.actor.with_plan(plan).run(
-            ActorWorker.correct, rollouts, settings, newest=newest, lead=lags[-1] if lags else None
-        )
-    tokens = rollouts["response_tokens"]
-    totals = _totals(_sums(found, ""), tokens, "")
-    for lag in lags:
-        sums = _sums(found, f"lag{lag}_")
-        totals |= _totals(sums, sums["mismatch_tokens"], f"lag{lag}_")
-    _record(session, step, totals)
+        found = pending.result()
+    _record(session, step, _totals_by_lag(found, tokens, lags))
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
@@ -108,6 +108,15 @@ def _record(session: Session, step: StepContext, totals: Mapping[str, float]) ->
         if own:  # an update measures only the lags of its tokens
             step.metrics |= {name.replace("mismatch/", place): value for name, value in mismatch_metrics(own).items()}
     check_mismatch(session, step)
+
+
+def _totals_by_lag(found: BatchedDataDict, tokens: Tensor, lags: Iterable[int]) -> dict[str, float]:
+    """Return the totals over all tokens and over those of each lag."""
+    totals = _totals(_sums(found, ""), tokens, "")
+    for lag in lags:
+        sums = _sums(found, f"lag{lag}_")
+        totals |= _totals(sums, sums["mismatch_tokens"], f"lag{lag}_")
+    return totals
 
 
 def _totals(sums: Mapping[str, Tensor], tokens: Tensor, prefix: str) -> dict[str, float]:

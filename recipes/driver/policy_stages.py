@@ -128,15 +128,8 @@ def collect_reference_logprobs(
         kl = actor.submit(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound)
         if reward_kl_coef(session) > 0 or _reads_kl_sum(settings):
             return rollouts.union(kl.result())
-        step.pending_kl = kl
+        step.pending_metrics.append(lambda scored: _record_kl(step, scored, kl.result()))
         return rollouts
-
-
-def record_pending_kl(step: StepContext, rollouts: BatchedDataDict) -> None:
-    """Record the metrics of the KL divergence from the reference, if they are still to be collected."""
-    if step.pending_kl is not None:
-        _record_kl(step, rollouts, step.pending_kl.result())
-        step.pending_kl = None
 
 
 def compute_advantages(
@@ -264,7 +257,7 @@ def update_actor(
             trained += has_tokens(trained_tokens(rows), own)
             updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
             session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
-    record_pending_kl(step, rollouts)
+    step.record_pending_metrics(rollouts)
     for later in updates[1 + trained.index(True) if any(trained) else 1 :]:  # the weights have changed since then
         later.pop("actor/logprob_gap", None)
     step.record_optimizer_steps(updates, trained)

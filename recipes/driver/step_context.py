@@ -8,7 +8,7 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -20,7 +20,6 @@ from torch import Tensor
 from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import Lease
-from rlpack.distributed.calls import Pending
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
 from rlpack.observe.draw_times import as_times_of_draw
@@ -69,7 +68,8 @@ class StepContext:
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
         responses: tokens that were generated in each of the plan's rows; None without generation.
-        pending_kl: the call of `ActorWorker.kl_sums` whose result only metrics need, until they are recorded.
+        pending_metrics: functions that wait for a call whose result only metrics need, and record them, given the
+            scored rows; ranks don't wait for the driver in between.
         versions: policy versions of a batch's tokens, int32 [T], -1 for those of prompts; None if they aren't read yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
@@ -84,7 +84,7 @@ class StepContext:
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
     responses: list[int] | None = None
-    pending_kl: Pending[BatchedDataDict] | None = None
+    pending_metrics: list[Callable[[BatchedDataDict], None]] = field(default_factory=list)
     versions: Tensor | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -93,6 +93,18 @@ class StepContext:
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
         self.progress = replace(self.progress, **changes)
+
+    def record_pending_metrics(self, rollouts: BatchedDataDict) -> None:
+        """Wait for the calls whose results only metrics need, and record them.
+
+        Args:
+            rollouts: the step's batch, scored.
+
+        Raises:
+            LogprobGapError: see `off_policy.correct_off_policy`.
+        """
+        while self.pending_metrics:
+            self.pending_metrics.pop(0)(rollouts)
 
     def metrics_of_draw(self) -> dict[str, float]:
         """Return the metrics and times of a batch that was drawn in this context, ahead of the step that takes it.

@@ -44,10 +44,10 @@ BOUNDED = {
         "rlpack/distributed/worker_group.py: pending.result()",
         "rlpack/distributed/shared_folder.py: ranks.apply(_node_without, marker, token).result()",
         "recipes/driver/evaluation.py: pending.result()",
+        "recipes/driver/off_policy.py: pending.result()",
         "recipes/driver/performance.py: self.peaks[role].result()",
         "recipes/driver/policy_stages.py: kl.result()",
         "recipes/driver/policy_stages.py: pending.result()",
-        "recipes/driver/policy_stages.py: step.pending_kl.result()",
         "recipes/driver/reward_stages.py: pending.result()",
         "recipes/driver/reward_stages.py: pending.result(on_scored=partial(_count_flops, session))",
         "recipes/driver/engine_restarts.py: "
