@@ -44,6 +44,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("actor/grad_norm", "grad", "{:.3f}"),
     ("packing/waste_ratio", "waste", "{:.1%}"),
     ("reward/quarantined", "quarantined", "{:.0f}"),
+    ("evaluation/quarantined", "quarantined", "{:.0f}"),
     ("throughput/tokens_per_s", "tok/s", "{:,.0f}"),
     ("time/step_s", "", "{:.2f} s"),
 )
@@ -51,7 +52,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 MEAN_REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/reward"))
 TITLES: dict[LogPhase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
 STYLES: dict[LogPhase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
-HIDDEN_IF_ZERO = frozenset({"reward/quarantined"})
+HIDDEN_IF_ZERO = frozenset({"reward/quarantined", "evaluation/quarantined"})
 TITLE_WIDTH = 20
 SAMPLE_CHARACTERS = 400
 PLAIN_PROGRESS_EVERY_S = 10.0

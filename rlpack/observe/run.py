@@ -8,10 +8,9 @@
 ...         pass
 ...     run.log(1, {"reward/mean": 0.5})
 >>> sorted(path.name for path in run_dir.iterdir())
-['config.yaml', 'metrics.jsonl', 'report.html', 'run.log']
+['config.yaml', 'end.json', 'metrics.jsonl', 'report.html', 'run.log']
 """
 
-import json
 import logging
 import os
 import signal
@@ -20,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -32,7 +30,8 @@ from rlpack.observe.console import TITLES, Console, ProgressBar, Sample
 from rlpack.observe.errors import ReportError, RunTakenOverError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.metric_values import as_numbers
-from rlpack.observe.report.plan_record import PlanRecord, read_plan
+from rlpack.observe.pending_records import PendingRecords
+from rlpack.observe.report.plan_record import read_plan
 from rlpack.observe.run_dir import (
     LENGTHS,
     LOG,
@@ -43,6 +42,7 @@ from rlpack.observe.run_dir import (
     open_run_dir,
     remove_unstarted_run,
 )
+from rlpack.observe.run_end import RunEnd
 from rlpack.observe.run_lock import RunLock
 from rlpack.observe.sinks import (
     LogPhase,
@@ -101,12 +101,10 @@ class Run:
         self._console = console
         self._totals = totals
         self._times: dict[str, float] = {}
-        self._pending_samples: list[Sample] = []
-        self._pending_plan: tuple[MicrobatchPlan, Sequence[int] | None] | None = None
+        self._pending = PendingRecords()
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._finished = False
         self._keeps_dir = False  # the directory has records or checkpoints of an earlier attempt
-        self._replaces_samples = False
         self._steps_without_signal: list[Mapping[str, float]] | None = []  # None once it is decided whether to warn
         self._log: RunLog | None = None
         self._own_log = ExitStack()
@@ -150,7 +148,7 @@ class Run:
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
-        run._keeps_dir, run._replaces_samples = had_started, resume_at is None
+        run._keeps_dir, run._pending.replaces_samples = had_started, resume_at is None
         if resume_at is not None and resume_at.phase == "train" and resume_at.step > 0:
             run._steps_without_signal = None  # the run's first steps are in its records
         return run
@@ -171,7 +169,7 @@ class Run:
         self._times = {}
         for sink in self._sinks:
             sink.log(step, phase, record)
-        self._write_pending(step, phase)
+        self._pending.write(self.run_dir, step, phase)
         total = self._totals.get(phase)
         # Warm-up steps are short and many; printing them all would scroll everything else away.
         is_due = step in (1, total) or step % max(1, (total or 0) // WARMUP_LINES) == 0
@@ -222,14 +220,14 @@ class Run:
     def log_samples(self, samples: Sequence[Sample]) -> None:
         """Print rollouts, and store them for the report with the next `log`."""
         self._console.show_samples(samples)
-        self._pending_samples += samples
+        self._pending.samples += samples
 
     def record_plan(self, plan: MicrobatchPlan, responses: Sequence[int] | None = None) -> None:
         """Store a plan's inputs, and the tokens generated in each of its rows, with the next `log`.
 
         The packing picture shows the last one stored.
         """
-        self._pending_plan = (plan, responses)
+        self._pending.plan = (plan, responses)
 
     def note(self, message: str) -> None:
         """Print a message on the console."""
@@ -341,12 +339,20 @@ class Run:
                 self._close_sinks()
                 remove_unstarted_run(self.run_dir)
             else:
+                self._write_end(error)
                 self.finish()
         except Exception:
             if error is None:
                 raise  # else it is logged, and the run's own error came first
         finally:
             self._own_log.close()
+
+    def _write_end(self, error: BaseException | None) -> None:
+        """Store how the run ended; an error that ends it comes first."""
+        try:
+            RunEnd.of(error).write(self.run_dir)
+        except OSError as full:
+            logger.warning("how the run ended can't be stored: %s", full)
 
     def _has_started(self) -> bool:
         """Return whether this run, or an earlier attempt in its directory, has written a record or a checkpoint."""
@@ -360,25 +366,6 @@ class Run:
         except OSError as error:
             logger.warning("no log is written: %s", error)
         self._log.record("INFO", f"rlpack {__version__}, process {os.getpid()} on {socket.gethostname()}")
-
-    def _write_pending(self, step: int, phase: LogPhase) -> None:
-        """Write the samples and the plan recorded since the last `log`."""
-        plan, samples = self._pending_plan, self._pending_samples
-        self._pending_plan, self._pending_samples = None, []
-        try:
-            if plan is not None:
-                PlanRecord.of(plan[0], step, plan[1]).write(self.run_dir / LENGTHS)
-            if self._replaces_samples:
-                (self.run_dir / SAMPLES).unlink(missing_ok=True)
-                self._replaces_samples = False
-            if samples:
-                # ASCII, because lone surrogates in a model's text can't be encoded as UTF-8.
-                position = {"step": step, "phase": phase}
-                lines = [json.dumps(position | asdict(sample)) + "\n" for sample in samples]
-                with (self.run_dir / SAMPLES).open("a", encoding="utf-8") as stream:
-                    stream.writelines(lines)
-        except OSError as error:
-            logger.warning("step %d of %s will be missing from the report: %s", step, phase, error)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Set `interrupted` on the first signal, raise on the second."""

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
 LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
+# How the last attempt ended (`rlpack.observe.run_end`); missing while it runs, or if its process was killed.
+END = "end.json"
 # The trained policy, a Hugging Face folder.
 MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
@@ -33,7 +35,7 @@ _BLOCK = 1 << 20
 # The kernel limits paths to 4096 bytes; the longest ones below a run directory are those of a checkpoint's files.
 _LONGEST_PATH = 3800
 # Files that a run reads or writes; the lock is checked separately.
-_FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
+_FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID, END)
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
 _HARMLESS = frozenset(
     {f".{CONFIG}", LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, SPANS, ".hydra", "logs", "multirun.yaml"}
@@ -68,7 +70,7 @@ def remove_unstarted_run(run_dir: Path) -> None:
         return
     try:
         for path in (
-            *(run_dir / name for name in (CONFIG, METRICS, SAMPLES, LOG)),
+            *(run_dir / name for name in (CONFIG, METRICS, SAMPLES, LOG, END)),
             *filter(is_log_of_node, run_dir.iterdir()),
         ):
             path.unlink(missing_ok=True)
@@ -168,6 +170,7 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
         before = read_config(run_dir)
         if has_started(run_dir) and not holds_checkpoint(run_dir):
             logger.warning("%s contains no checkpoint, so the run starts again from the beginning", run_dir)
+        (run_dir / END).unlink(missing_ok=True)
         write_whole(run_dir / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
     except OSError as error:
         raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error

@@ -29,14 +29,17 @@ from rlpack.observe.report.summary import summarize
 from rlpack.observe.report.timeline import LAST_BYTES, Timeline, timeline_figure
 from rlpack.observe.run_dir import (
     LENGTHS,
+    LOG,
     METRICS,
     PICTURE,
     REPORT,
     SAMPLES,
     flat,
+    holds_checkpoint,
     read_config,
     read_samples,
 )
+from rlpack.observe.run_end import RunEnd
 from rlpack.observe.sinks import read_records
 from rlpack.observe.text import shortened, visible
 from rlpack.observe.trace import read_spans
@@ -100,6 +103,7 @@ def _write_report(run_dir: Path) -> Path:
     times = StepTimes.of(records)
     with matplotlib.rc_context(SETTINGS):
         sections = [
+            _end_section(run_dir, records, config),
             _cards(records, plans),
             _signal_section(records),
             *_curve_sections(records),
@@ -144,6 +148,23 @@ def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
         for row in summarize(records, plans)
     )
     return f'<div class="cards">{cards}</div>'
+
+
+def _end_section(run_dir: Path, records: plots.Records, config: dict[str, Any]) -> str:
+    """Return how the run ended, unless it has finished."""
+    end, trainer = RunEnd.read(run_dir), config.get("trainer")
+    steps = trainer.get("steps") if isinstance(trainer, dict) else None
+    taken = max((record["step"] for record in records if record["phase"] == "train"), default=0)
+    place = f"after {taken:,} of {steps:,} training steps" if isinstance(steps, int) else f"after step {taken:,}"
+    if end is None and isinstance(steps, int) and taken < steps:
+        title, text = f"Not finished: {place}", "The run is in progress, or its process was killed."
+    elif end is None or end.status == "finished":
+        return ""
+    else:
+        title, text = f"{end.status.capitalize()} {place}", f"{end.error} (see {LOG})." if end.error else ""
+    if holds_checkpoint(run_dir):
+        text += " The same command with resume=auto continues from the last checkpoint."
+    return f'<section class="warning"><h2>{_text(title)}</h2><p>{_text(text)}</p></section>'
 
 
 def _signal_section(records: plots.Records) -> str:

@@ -67,6 +67,8 @@ def test_quarantined_rows_show_only_when_there_are_some() -> None:
     assert "quarantined" not in written.getvalue()
     console.line(2, "train", {"reward/quarantined": 3.0})
     assert "quarantined 3" in written.getvalue()
+    console.line(2, "evaluation", {"evaluation/reward_greedy": 0.0, "evaluation/quarantined": 7.0})
+    assert "quarantined 7" in written.getvalue()
 
 
 def test_model_text_can_not_steer_the_terminal_nor_become_markup() -> None:

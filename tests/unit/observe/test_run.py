@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from rlpack.config.schema import Config, Logger, SFTWarmup, Trainer
 from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import MetricError, RunDirectoryError, RunTakenOverError, SinkError, SinkWriteError
+from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import check_records, check_run_dir, record_hashes
+from rlpack.observe.run_end import RunEnd
 from rlpack.observe.run_lock import lock_run_dir
 from rlpack.observe.sinks import LogPhase, ResumePoint, read_records
 from rlpack.packing.batching import Batching
@@ -45,6 +48,44 @@ def test_a_run_leaves_config_metrics_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
     (record,) = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["reward/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("error", "end", "notice"),
+    [
+        (None, {"status": "finished", "error": ""}, None),
+        (KeyboardInterrupt(), {"status": "stopped", "error": ""}, "Stopped after 2 of 5 training steps"),
+        (
+            ValueError("<b>no</b> answer"),
+            {"status": "failed", "error": "ValueError: <b>no</b> answer"},
+            "Failed after 2 of 5 training steps</h2><p>ValueError: &lt;b&gt;no&lt;/b&gt; answer (see run.log).",
+        ),
+    ],
+)
+def test_the_directory_and_the_report_say_how_the_run_ended(
+    tmp_path: Path, error: BaseException | None, end: dict[str, str], notice: str | None
+) -> None:
+    directory = tmp_path / "run"
+    with suppress(ValueError, KeyboardInterrupt), start(directory, Config(trainer=Trainer(steps=5))) as run:
+        run.log(1, {"reward/mean": 0.5})
+        run.log(2, {"reward/mean": 0.5})
+        assert not (directory / "end.json").exists()
+        if error is not None:
+            raise error
+    assert json.loads((directory / "end.json").read_text()) == end
+    page = (directory / "report.html").read_text()
+    assert notice is None or notice in page
+    assert (notice is None) == (" training steps</h2>" not in page)
+    again = start(directory, Config(trainer=Trainer(steps=5), resume="auto"))
+    assert not (directory / "end.json").exists()  # it is in progress
+    assert "Not finished: after 2 of 5 training steps" in write_report(directory).read_text()
+    again.finish()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"status": "bored"}', '{"status": ["failed"]}', '{"error": "x"}'])
+def test_a_damaged_end_counts_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "end.json").write_text(content)
+    assert RunEnd.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -400,6 +441,7 @@ import sys, time
 from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
+from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 with Run.start(Config(), Path(sys.argv[1])) as run:
     run.log(1, {"reward/mean": 0.5})
@@ -432,6 +474,7 @@ import sys, time
 from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
+from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 with Run.start(Config(), Path(sys.argv[1])) as run, run.progress(5, "train") as bar:
     run.log(1, {"reward/mean": 0.5})
