@@ -6,6 +6,7 @@ from collections.abc import Iterator
 # A line with a fence: the text before the first one, and after it. The quantifiers are possessive, so a search takes
 # time in proportion to the text.
 _FENCED_LINE = re.compile(r"^(?P<before>(?:(?!```)[^\n])*+)(?P<fence>`{3,}+)(?P<after>[^\n]*+)", re.MULTILINE)
+_INDENT = re.compile(r"^[ \t]*+(?=\S)", re.MULTILINE)
 _PYTHON = re.compile(r"[{.]*(?:python|py)[\d.]*(?!\w)", re.IGNORECASE)
 
 
@@ -33,8 +34,19 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         elif _starts_program(line, opening):
             opening = line
         elif _closes(line, opening):
-            yield _tag(opening), text[opening.end() + 1 : line.start() + len(line["before"].rstrip())]
+            block = text[opening.end() + 1 : line.start() + len(line["before"].rstrip())]
+            yield _tag(opening), _without_indent(block, len(opening["before"]))
             opening = None
+
+
+def _without_indent(block: str, most: int) -> str:
+    """Remove a list item's indentation, no more than `most` characters, from a block's lines.
+
+    It is that of the first line, which a program doesn't indent. So lines of a text in quotes may have less.
+    """
+    first = _INDENT.search(block)
+    indent = min(most, len(first[0])) if first else 0
+    return re.sub(rf"^[ \t]{{1,{indent}}}", "", block, flags=re.MULTILINE) if indent else block
 
 
 def _opens(line: re.Match[str]) -> bool:

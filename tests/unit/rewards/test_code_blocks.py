@@ -27,7 +27,14 @@ PYTHON = "```python\nx = 1\n```"
         ("```c\nint x;\n```\n```js\nx\n```", "x\n"),
         ("Here: ```python\nx = 1```", "x = 1"),
         (f"Use ``` for code, or ```x```.\n{PYTHON}", "x = 1\n"),
-        ("  ```python\n  x = 1\n  ```\n", "  x = 1\n"),
+        ("  ```python\n  x = 1\n  ```\n", "x = 1\n"),
+        ("1. Code:\n\n   ```python\n   def f():\n       x = 1\n\n   y = 1\n   ```", "def f():\n    x = 1\n\ny = 1\n"),
+        ("-\t```python\n\tdef f():\n\t\tx = 1\n\t```", "def f():\n\tx = 1\n"),
+        ('  ```python\n\n  x = """\n a\nb\n    c"""\n  ```', '\nx = """\na\nb\n  c"""\n'),
+        ("  ```python\ndef f():\n  x = 1\n```", "def f():\n  x = 1\n"),
+        ("```python\n  x = 1\n```", "  x = 1\n"),
+        ("  ```python\n    x = 1\n  ```", "  x = 1\n"),
+        ("  ```python\n  ```", ""),
         ("```python\nx = '```'\n```", "x = '```'\n"),
         ("```python\n'''\n    ```\n    y\n    ```\n'''\n```", "'''\n    ```\n    y\n    ```\n'''\n"),
         ("````python\n```\n````", "```\n"),
@@ -41,7 +48,7 @@ PYTHON = "```python\nx = 1\n```"
         (f"```markdown\nThe code:\n{PYTHON}\n```", "x = 1\n"),
         (f"````markdown\n{PYTHON}\n````", "x = 1\n"),
         (f"```python\nx = 0\n{PYTHON}", "x = 1\n"),
-        ("- ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("- ```python\n  x = 1\n  ```", "x = 1\n"),
         ("```python\nx = 1 ```", "x = 1"),
         ("```python\r\nx = 1 ```\r\nDone.", "x = 1"),
         ("```python\n'''\n    ```python\n    y\n    ```\n'''\n```", "'''\n    ```python\n    y\n    ```\n'''\n"),
@@ -54,7 +61,19 @@ def test_the_program_is_the_last_block_that_may_be_python(completion, program):
 
 
 @pytest.mark.parametrize(
-    "text", [" ", "`", "```a\n", "```a ", "```python\n", "x ``` y z\n", "a `` b\n", "````\n```\n", "```a\nx ```"]
+    "text",
+    [
+        " ",
+        "`",
+        "```a\n",
+        "```a ",
+        "```python\n",
+        "x ``` y z\n",
+        "a `` b\n",
+        "  ```py\n  x\n  ```\n",
+        "````\n```\n",
+        "```a\nx ```",
+    ],
 )
 def test_the_time_to_find_blocks_is_in_proportion_to_the_text(text):
     began = time.monotonic()
