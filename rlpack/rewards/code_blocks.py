@@ -11,9 +11,9 @@ _PYTHON = re.compile(r"[{.]*(?:python|py)[\d.]*(?!\w)", re.IGNORECASE)
 
 
 def program_of(completion: str) -> str:
-    r"""Return the last block whose fence has the tag `python`, `python3` or `py`, or none; else the last block.
+    r"""Return the last block whose fence has the tag `python`, `python3` or `py`; else the last without a tag, or at all.
 
-    Without a block, the program is the whole completion.
+    An untagged block after a tagged one is output. Without a block, the program is the whole completion.
 
     >>> program_of("```bash\npip install x\n```\nThen:\n```python\nimport x\n```\nIt prints:\n```text\n1\n```")
     'import x\n'
@@ -21,7 +21,8 @@ def program_of(completion: str) -> str:
     'import x'
     """
     blocks = list(_blocks(completion))
-    programs = [text for tag, text in blocks if not tag or _is_python(tag)] or [text for _, text in blocks]
+    tagged = [text for tag, text in blocks if _is_python(tag)]
+    programs = tagged or [text for tag, text in blocks if not tag] or [text for _, text in blocks]
     return programs[-1] if programs else completion
 
 

@@ -58,8 +58,8 @@ def unit_tests(
 ) -> float | None:
     """Return 1 if the program passes all tests, else 0; None if there are no tests.
 
-    The program is the completion's last code block whose fence has the tag `python`, `python3` or `py`, or no tag; if
-    there is none, the last block; without blocks, the whole completion.
+    The program is the completion's last code block whose fence has the tag `python`, `python3` or `py`; if there is
+    none, the last block without a tag, or else the last block; without blocks, the whole completion.
 
     Args:
         completion: the policy's response.
