@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 # A line with a fence: the text before the first one, and after it. The quantifiers are possessive, so a search takes
 # time in proportion to the text.
@@ -11,19 +12,30 @@ _PYTHON = re.compile(r"[{.]*(?:python|py)[\d.]*(?!\w)", re.IGNORECASE)
 
 
 def program_of(completion: str) -> str:
-    r"""Return the last block whose fence has the tag `python`, `python3` or `py`; else the last without a tag, or at all.
+    r"""Return the last block whose fence has the tag `python`, `python3` or `py`.
 
-    An untagged block after a tagged one is output. Without a block, the program is the whole completion.
+    If there is none, it is the last block without a tag, or else the last block: an untagged block after a tagged one
+    is output. Without a block, the program is the whole completion, or the text before its only fence, since a prompt
+    may end with the opening fence.
 
     >>> program_of("```bash\npip install x\n```\nThen:\n```python\nimport x\n```\nIt prints:\n```text\n1\n```")
     'import x\n'
-    >>> program_of("import x")
-    'import x'
+    >>> program_of("import x"), program_of("import x\\n```\\nThis imports x.")
+    ('import x', 'import x\\n')
     """
     blocks = list(_blocks(completion))
     tagged = [text for tag, text in blocks if _is_python(tag)]
     programs = tagged or [text for tag, text in blocks if not tag] or [text for _, text in blocks]
-    return programs[-1] if programs else completion
+    return programs[-1] if programs else _before_only_fence(completion)
+
+
+def _before_only_fence(text: str) -> str:
+    """Return the text before an untagged line that starts with the only fence; without one, all text."""
+    lines = list(islice(_FENCED_LINE.finditer(text), 2))
+    if len(lines) != 1 or lines[0]["before"] or lines[0]["after"].strip():
+        return text
+    program = text[: lines[0].start()]
+    return program if program.strip() else text
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

@@ -59,7 +59,8 @@ def unit_tests(
     """Return 1 if the program passes all tests, else 0; None if there are no tests.
 
     The program is the completion's last code block whose fence has the tag `python`, `python3` or `py`; if there is
-    none, the last block without a tag, or else the last block; without blocks, the whole completion.
+    none, the last block without a tag, or else the last block. Without blocks, it is the whole completion, or the text
+    before its only fence, since a prompt may end with the opening fence.
 
     Args:
         completion: the policy's response.
