@@ -120,14 +120,15 @@ def check_same_prompts(checkpoint: LoadedCheckpoint, config: Config, prompts: Pr
     has_other_sets = from_characters and checkpoint.state["config"]["evaluation"].get("sets", {}) != sets
     sources = {"prompts": (prompts, data.source), "held_out": (held_out, data.validation_source or data.source)}
     for name, (split, source) in sources.items():
-        if checkpoint.state[name] != split.fingerprint:
+        if not split.has_fingerprint(checkpoint.state[name]):
             if has_other_sets:
                 raise DataError(
                     f"the tokenizer has other characters than when the checkpoint {checkpoint.path} was written: it is "
                     "built from the characters of all prompts, and evaluation.sets has changed; restore the sets, or "
                     "choose another run_dir"
                 )
+            dated = ", or its chat template or tokenizer has changed, or an earlier version wrote it on another day"
             raise DataError(
-                f"{source} has other rows than when the checkpoint {checkpoint.path} was written; restore them, or "
-                "choose another run_dir"
+                f"{source} has other rows than when the checkpoint {checkpoint.path} was written"
+                f"{'' if split.dated_by is None else dated}; restore them, or choose another run_dir"
             )

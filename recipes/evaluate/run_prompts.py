@@ -38,7 +38,7 @@ def warn_of_other_prompts(config: Config, prompts: Prompts) -> None:
     run, source = run_config(state), held_out_source(config)
     if (source, config.data.validation_split) != (held_out_source(run), run.data.validation_split):
         return
-    if prompts.fingerprint == state["held_out"] or _are_unchanged(run, state["held_out"]):
+    if prompts.has_fingerprint(state["held_out"]) or _are_unchanged(run, state["held_out"]):
         return
     place = ""
     if Path(source).exists() and not os.path.isabs(source):
@@ -56,6 +56,6 @@ def _are_unchanged(run: Config, fingerprint: str) -> bool:
     if run.model.path is None and run.model.tokenizer is None:
         return True  # the tokenizer is built from all prompts of the run, so exporting the model has compared them
     try:
-        return load_held_out(run)[1].fingerprint == fingerprint
+        return load_held_out(run)[1].has_fingerprint(fingerprint)
     except DataError:
         return False

@@ -22,7 +22,7 @@ from rlpack.data.examples import (
     nothing_left_error,
     overlong_error,
 )
-from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tokenize_prompts
+from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tokenize_prompts, tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
@@ -34,23 +34,36 @@ class Prompts:
     Attributes:
         examples: in the order of the dataset, without those that were dropped.
         input_ids: the prompts, int64 [B rows].
+        dated_by: the tokenizer's hash and its chat template, if that writes today's date into the prompts; else None.
     """
 
     examples: Sequence[Example]
     input_ids: Ragged
+    dated_by: str | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a digest of all examples and their token ids.
+        """Return a digest of all examples and their token ids, by which a resumed run detects different data.
 
-        A resumed run compares it to detect different data.
+        Ids with today's date differ tomorrow; in their place counts what they are made with.
         """
+        return self._rendered if self.dated_by is None else self._digest(self.dated_by.encode())
+
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Return whether a fingerprint is that of these prompts; earlier versions took that of dated token ids."""
+        return fingerprint == self.fingerprint or (self.dated_by is not None and fingerprint == self._rendered)
+
+    @cached_property
+    def _rendered(self) -> str:
+        return self._digest(*(tensor.numpy().tobytes() for tensor in (self.input_ids.lengths, self.input_ids.values)))
+
+    def _digest(self, *encoding: bytes) -> str:
         digest = hashlib.blake2b(digest_size=16)
-        for tensor in (self.input_ids.lengths, self.input_ids.values):
-            digest.update(tensor.numpy().tobytes())
+        for part in encoding:
+            digest.update(part)
         for example in self.examples:
             digest.update(repr(example).encode("utf-8", "backslashreplace"))
         return digest.hexdigest()
@@ -141,4 +154,6 @@ def tokenize_dataset(
         )
     if not examples:
         raise nothing_left_error(dataset.name, max_tokens)
-    return Prompts(examples, Ragged.from_rows(encoded, torch.int64))
+    is_dated = chat_template and "strftime_now" in str(tokenizer.chat_template)
+    dated_by = f"{tokenizer_hash(tokenizer)} {tokenizer.chat_template}" if is_dated else None
+    return Prompts(examples, Ragged.from_rows(encoded, torch.int64), dated_by)

@@ -1,8 +1,10 @@
+import datetime
 import logging
 
 import numpy as np
 import pytest
 import torch
+from transformers.utils import chat_template_utils
 
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
@@ -110,3 +112,35 @@ def test_the_fingerprint_changes_with_the_data():
     other = tokenize_dataset(changed, TOKENIZER, chat_template=False, max_tokens=5, overlong="error")
     assert len(fingerprints | {other.fingerprint}) == 3
     assert prompts().fingerprint in fingerprints
+
+
+def on_day(day: int, template: str, monkeypatch: pytest.MonkeyPatch, examples=EXAMPLES) -> Prompts:
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2031, 12, day, tzinfo=tz)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    tokenizer = character_tokenizer("0123=")
+    tokenizer.chat_template = template
+    return tokenize_dataset(
+        PromptDataset("sums", examples), tokenizer, chat_template=True, max_tokens=50, overlong="error"
+    )
+
+
+DATED = "{{ strftime_now('%d') }}={{ messages[0].content }}"
+
+
+def test_the_fingerprint_of_prompts_with_a_date_is_the_same_the_next_day(monkeypatch: pytest.MonkeyPatch):
+    first, second = (on_day(day, DATED, monkeypatch) for day in (12, 13))
+    assert first.input_ids.values.tolist() != second.input_ids.values.tolist()
+    assert second.has_fingerprint(first.fingerprint)
+    others = [on_day(13, DATED + "=", monkeypatch), on_day(13, DATED, monkeypatch, EXAMPLES[:2])]
+    assert not any(other.has_fingerprint(first.fingerprint) for other in others)
+
+
+def test_a_fingerprint_of_dated_token_ids_is_valid_on_the_same_day(monkeypatch: pytest.MonkeyPatch):
+    first, again, next_day = (on_day(day, DATED, monkeypatch) for day in (12, 12, 13))
+    earlier = Prompts(first.examples, first.input_ids).fingerprint  # as earlier versions took it
+    assert again.has_fingerprint(earlier)
+    assert not next_day.has_fingerprint(earlier)

@@ -1,6 +1,6 @@
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,6 +97,8 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         check_same_prompts(resumed, Config(), after, before)
     with pytest.raises(DataError, match="has other rows"):
         check_same_prompts(resumed, Config(), before, after)
+    with pytest.raises(DataError, match=r"step-4 was written, or its chat template or tokenizer has changed, or .*day"):
+        check_same_prompts(resumed, Config(), replace(after, dated_by="tokenizer and template"), before)
 
 
 def test_a_set_that_gives_the_tokenizer_other_characters_is_named(tmp_path):
