@@ -20,8 +20,8 @@ def program_of(completion: str) -> str:
 
     >>> program_of("```bash\npip install x\n```\nThen:\n```python\nimport x\n```\nIt prints:\n```text\n1\n```")
     'import x\n'
-    >>> program_of("import x"), program_of("import x\\n```\\nThis imports x.")
-    ('import x', 'import x\\n')
+    >>> program_of("import x"), program_of("import x\n```\nThis imports x.")
+    ('import x', 'import x\n')
     """
     blocks = list(_blocks(completion))
     tagged = [text for tag, text in blocks if _is_python(tag)]
