@@ -15,6 +15,7 @@ from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.start_roles import start_roles
 from rlpack.models.flops import sequence_cost
+from rlpack.models.text_settings import shape_of
 from rlpack.observe.errors import RunTakenOverError
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import METRICS, check_records
@@ -82,7 +83,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
     point = None if loaded is None else _resume_point(loaded, config, directory)
-    run = Run.start(config, directory, resume_at=point, lock=lock)
+    run = Run.start(config, directory, resume_at=point, lock=lock, shape=shape_of(model.config))
     with (
         run,
         recorded_spans(directory / FOLDER, "driver"),

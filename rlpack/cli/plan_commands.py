@@ -343,9 +343,10 @@ def _cost(arguments: argparse.Namespace) -> Cost:
 
 def _device(arguments: argparse.Namespace) -> Device:
     """Return the device; a slot keeps 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
-    kilobytes = arguments.kb_per_slot
-    if kilobytes is None and arguments.cost is not None and arguments.cost.quadratic > 0:
-        kilobytes = 17.0 * arguments.cost.quadratic / 1e3  # hidden size × layers, from 2·h·L² per layer
+    kilobytes, cost = arguments.kb_per_slot, arguments.cost
+    if kilobytes is None and cost is not None and cost.quadratic > 0 and arguments.record.shape is None:
+        # An older record: hidden size × layers, from 2·h·L² per layer, which holds if all layers have full attention.
+        kilobytes = 17.0 * cost.quadratic / 1e3
     elif kilobytes is None:
         kilobytes = 34.0 * arguments.hidden_size * arguments.layers / 1e3
     return Device(

@@ -73,6 +73,7 @@ def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
     arguments.base = batching
     if not arguments.given & {"hidden_size", "layers"}:
         arguments.cost = record.cost
+        arguments.hidden_size, arguments.layers = record.shape or (arguments.hidden_size, arguments.layers)
     several = not plans or arguments.given & {"compare", "suggest", "picture"}
     unread = set() if several else _UNREAD[arguments.mode]
     if "compare" in arguments.given:

@@ -14,9 +14,11 @@ def lacks_signal(metrics: Mapping[str, Any]) -> bool:
     (True, False)
     >>> lacks_signal({"reward/min": 0.0, "reward/max": 1.0, "advantage/zero_group_fraction": 1.0})
     True
+    >>> lacks_signal({"reward/min": 0.0, "reward/max": 0.0, "advantage/zero_group_fraction": 0.5})  # as in ReMax
+    False
     """
-    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
-    return lowest is not None and (lowest == highest or metrics.get("advantage/zero_group_fraction") == 1)
+    lowest, zero_groups = metrics.get("reward/min"), metrics.get("advantage/zero_group_fraction")
+    return zero_groups == 1 if zero_groups is not None else lowest is not None and lowest == metrics.get("reward/max")
 
 
 def no_signal_text(steps: Sequence[Mapping[str, Any]]) -> str:

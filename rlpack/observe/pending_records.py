@@ -21,6 +21,7 @@ class PendingRecords:
     Attributes:
         samples: the rollouts.
         plan: the plan, and the tokens generated in each of its rows, if there are any.
+        shape: hidden size and number of layers of the policy, if known.
         replaces_samples: whether the next `write` deletes the rollouts of an earlier attempt.
     """
 
@@ -28,6 +29,7 @@ class PendingRecords:
         """Start without records."""
         self.samples: list[Sample] = []
         self.plan: tuple[MicrobatchPlan, Sequence[int] | None] | None = None
+        self.shape: tuple[int, int] | None = None
         self.replaces_samples = False
 
     def write(self, run_dir: Path, step: int, phase: LogPhase) -> None:
@@ -36,7 +38,7 @@ class PendingRecords:
         self.plan, self.samples = None, []
         try:
             if plan is not None:
-                PlanRecord.of(plan[0], step, plan[1]).write(run_dir / LENGTHS)
+                PlanRecord.of(plan[0], step, plan[1], self.shape).write(run_dir / LENGTHS)
             if self.replaces_samples:
                 (run_dir / SAMPLES).unlink(missing_ok=True)
                 self.replaces_samples = False

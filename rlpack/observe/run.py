@@ -118,6 +118,7 @@ class Run:
         resume_at: ResumePoint | None = None,
         console: Console | None = None,
         lock: RunLock | None = None,
+        shape: tuple[int, int] | None = None,
     ) -> Self:
         """Create the run directory, write `config.yaml` and open the sinks.
 
@@ -129,6 +130,7 @@ class Run:
             resume_at: place of the loaded checkpoint; later records are deleted. None starts from scratch.
             console: where lines are printed; None is standard output.
             lock: lock of the directory; a run without one doesn't check that the directory is still its own.
+            shape: hidden size and number of layers of the policy, by which `rlpack plan` estimates activations.
 
         Raises:
             RunDirectoryError: the directory can't be used.
@@ -148,6 +150,7 @@ class Run:
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
+        run._pending.shape = shape
         run._keeps_dir, run._pending.replaces_samples = had_started, resume_at is None
         if resume_at is not None and resume_at.phase == "train" and resume_at.step > 0:
             run._steps_without_signal = None  # the run's first steps are in its records

@@ -40,6 +40,7 @@ class PlanRecord:
         prefixes: tokens of these prompts, if rows share them.
         whole_groups: whether a group is never divided.
         responses: tokens that were generated in each row; None without generation, and in older records.
+        shape: hidden size and number of layers of the policy; None in older records.
     """
 
     step: int
@@ -53,15 +54,23 @@ class PlanRecord:
     prefixes: tuple[int, ...] | None = None
     whole_groups: bool = False
     responses: tuple[int, ...] | None = None
+    shape: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, plan: MicrobatchPlan, step: int = 0, responses: Sequence[int] | None = None) -> Self:
+    def of(
+        cls,
+        plan: MicrobatchPlan,
+        step: int = 0,
+        responses: Sequence[int] | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Self:
         """Return the inputs of a plan.
 
         Args:
             plan: the plan.
             step: the step of the run.
             responses: tokens that were generated in each row, in arrival order; None without generation.
+            shape: hidden size and number of layers of the policy, if known.
         """
         asked = plan.request
         groups = asked.groups if asked.prompts is None else asked.prompts
@@ -77,6 +86,7 @@ class PlanRecord:
             *of_rows,
             whole_groups=groups is not None and not asked.split_groups,
             responses=None if responses is None else tuple(responses),
+            shape=shape,
         )
 
     @classmethod
@@ -122,6 +132,7 @@ class PlanRecord:
             prefixes=_optional(values, "prefixes", len(lengths)),
             whole_groups=bool(values.get("whole_groups", False)),
             responses=_responses(values, lengths),
+            shape=_shape(values),
         )
 
     def write(self, path: Path) -> None:
@@ -183,6 +194,18 @@ def _responses(values: dict[str, Any], lengths: Sequence[int]) -> tuple[int, ...
         if not 0 <= response <= length:
             raise ValueError(f"the response of row {row} has {response} tokens, but the row {length}")
     return responses
+
+
+def _shape(values: dict[str, Any]) -> tuple[int, int] | None:
+    """Return hidden size and number of layers; None if there are none.
+
+    Raises:
+        ValueError: they are not two positive whole numbers.
+    """
+    if values.get("shape") is None:
+        return None
+    hidden_size, layers = check_integers(values["shape"], "shape").tolist()
+    return check_count(hidden_size, "hidden size"), check_count(layers, "number of layers")
 
 
 def read_plan(path: Path) -> PlanRecord | None:

@@ -191,10 +191,12 @@ def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:
     """Draw the packing picture into the run directory, and return its section."""
     if plans is None:
         return ""
-    png = packing_picture(plans.comparison(), run_dir / PICTURE).read_bytes()
+    own = plans.comparison()
+    png = packing_picture(own, run_dir / PICTURE).read_bytes()
+    of_part = "the first optimizer step of " if any(plan.num_steps > 1 for plan in own.values()) else ""
     text = (
-        f"The sequences of step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and in other "
-        "modes. Each box is a microbatch, and its area is the number of token slots; each sequence has one color."
+        f"The sequences of {of_part}step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and in "
+        "other modes. Each box is a microbatch, and its area is the number of token slots; each sequence has one color."
     )
     image = f'<img alt="packing picture" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     return f"<section><h2>Packing</h2><p>{_text(text)}</p>{image}</section>"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlpack.observe.metric_entries import METRICS
-from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Records, Series, held_out_curves
 from rlpack.observe.text import are_accuracies, mean_reward_format
@@ -56,7 +55,7 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     rows += _curve(records, "evaluation/loss", "evaluation", "held-out loss", "before and after", "{:.3f}")
     rows += _curve(records, "evaluation/perplexity", "evaluation", "held-out perplexity", "before and after", "{:.2f}")
     if plans is not None:
-        padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))
+        padded, used = (plan.metrics.waste_ratio for plan in (plans.plan("fixed"), plans.plan()))
         rows.append(SummaryRow(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
     steps = {record["step"] for record in records if record["phase"] == "train"}
     rows.append(SummaryRow("training steps", None, f"{max(steps, default=0):,}"))

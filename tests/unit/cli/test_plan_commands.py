@@ -102,6 +102,18 @@ def test_a_simulation_states_what_it_assumes(capsys: pytest.CaptureFixture[str],
     assert "assuming the FLOPs of the run," in run(capsys, "simulate", str(tmp_path), "--ranks", "2")[1]
 
 
+@pytest.mark.parametrize("quadratic", [2.0 * 1024 * 20, 2.0 * 1024 * 4, 0.0])
+def test_activations_of_a_run_are_those_of_its_layers_whatever_their_attention(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, quadratic: float
+) -> None:
+    # Layers with a window count as linear FLOPs; their activations need as much memory as those of other layers.
+    plan = make_plan([8000], Batching(max_tokens=8192), dp_size=1, cost=Cost(linear=1e9, quadratic=quadratic))
+    PlanRecord.of(plan, step=1, shape=(1024, 20)).write(tmp_path / "packing.json")
+    lines = run(capsys, "plan", str(tmp_path))[1].splitlines()
+    gigabytes = 8000 * 34 * 1024 * 20 / 1e9
+    assert any(f"{gigabytes:.1f}" in line.split() for line in lines)
+
+
 def test_a_modeled_time_below_a_second_has_four_digits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([5, 7, 9, 30]))
     small = ("--ranks", "1", "--hidden-size", "8", "--layers", "1", "--overhead-ms", "0.0123456")

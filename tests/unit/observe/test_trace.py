@@ -155,6 +155,17 @@ def test_the_timeline_says_how_busy_processes_were_and_what_overlapped(run_dir: 
     assert [label.get_text() for label in rows] == ["engines/0", "main/0"]
 
 
+def test_a_row_of_thousands_of_calls_is_drawn_in_one_piece_per_kind():
+    # Engines answer ten times a second. With an artist per call, drawing the report of a long step took minutes.
+    step = ProcessSpans("driver", 1, "h", (Span("train step 1", 0, 3_000_000, "MainThread"),))
+    names = "rollout.advance", "reward.score"
+    calls = tuple(Span(names[call % 2], 1000 * call, 900, "MainThread") for call in range(3000))
+    timeline = Timeline.of([step, ProcessSpans("engines/0", 2, "h", calls)])
+    assert timeline is not None
+    bars = [one for one in timeline_figure(timeline).axes[0].collections if len(one.get_paths()) > 1]
+    assert [len(one.get_paths()) for one in bars] == [1500, 1500]
+
+
 def test_the_timeline_of_a_resumed_run_has_no_time_between_its_processes(run_dir: Path):
     hour = 3600 * 1000 * MS
     write(run_dir, "d", "driver", [["train step 3", hour, 100 * MS, "MainThread"]])

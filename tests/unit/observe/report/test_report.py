@@ -156,6 +156,9 @@ def test_a_run_without_a_learning_signal_is_spoken_of(tmp_path: Path) -> None:
     assert "No learning signal in 3 training steps: the rewards of each group are all equal (reward/mean is 0)" in (
         write_report(tmp_path).read_text()
     )
+    half = [line | {"advantage/zero_group_fraction": 0.5} for line in lines]  # ReMax: greedy responses differ
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in half))
+    assert "learning signal" not in write_report(tmp_path).read_text()
     lines[2]["reward/max"] = 1.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "learning signal" not in write_report(tmp_path).read_text()
@@ -333,6 +336,16 @@ def test_the_summary_names_padded_and_used_waste() -> None:
     (waste,) = [row for row in summarize([], record) if row.label.startswith("wasted")]
     # Padded: two microbatches of 2 × 4 slots for 12 tokens; packed has no padding at all.
     assert (waste.before, waste.after) == ("25.0%", "0.0%")
+
+
+def test_the_wasted_slots_are_those_of_all_optimizer_steps_of_the_step(tmp_path: Path) -> None:
+    # Padded: the first optimizer step has no padding, the second 4 × 8 slots for 14 tokens.
+    record = PlanRecord(1, (8, 8, 8, 8, 2, 2, 2, 8), Batching(max_tokens=64, micro_batch_size=4), 1, mini_batch_size=4)
+    (waste,) = [row for row in summarize([], record) if row.label.startswith("wasted")]
+    assert (waste.before, waste.after) == (f"{18 / 64:.1%}", "0.0%")
+    (tmp_path / "metrics.jsonl").write_text("")
+    record.write(tmp_path / "packing.json")
+    assert "The sequences of the first optimizer step of step 1," in write_report(tmp_path).read_text()
 
 
 def test_drawing_a_report_leaves_matplotlibs_own_settings_alone(tmp_path: Path) -> None:
