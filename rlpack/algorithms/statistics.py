@@ -50,17 +50,35 @@ def concat_tokens(parts: list[PolicyTokens]) -> PolicyTokens:
 def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict[str, float]:
     """Return the means of log-probs and advantages, and the covariance threshold.
 
-    A `share` of the tokens exceeds the threshold, which is halfway between two tokens' covariances, so that rounding in
-    the update's pass changes nothing.
+    The `share` of the tokens, at least one, that reaches the threshold excludes tokens that tie with the next one: so
+    without advantages, no token does. The threshold is halfway between two covariances, so that rounding in the
+    update's pass changes nothing.
     """
     logprobs, advantages = tokens.logprobs[tokens.mask].double(), tokens.advantages[tokens.mask].double()
     if not logprobs.numel():
         return {"logprob_mean": 0.0, "advantage_mean": 0.0, "threshold": float("inf")}
     means = logprobs.mean(), advantages.mean()
     products = (logprobs - means[0]) * (advantages - means[1])
-    count = max(1, int(share * products.numel()))
-    threshold = products.topk(min(count + 1, products.numel())).values[-2:].mean().item()
-    return {"logprob_mean": means[0].item(), "advantage_mean": means[1].item(), "threshold": threshold}
+    return {
+        "logprob_mean": means[0].item(),
+        "advantage_mean": means[1].item(),
+        "threshold": _threshold_above(products, max(1, int(share * products.numel()))),
+    }
+
+
+def _threshold_above(products: torch.Tensor, count: int) -> float:
+    """Return a threshold that the largest `count` products exceed, but none that equals a smaller one.
+
+    >>> _threshold_above(torch.tensor([1.0, 4.0, 2.0]), 1)
+    3.0
+    >>> _threshold_above(torch.tensor([1.0, 4.0, 2.0, 2.0]), 2)
+    3.0
+    """
+    if count >= products.numel():
+        return -float("inf")
+    largest_excluded = products.topk(count + 1).values[-1]
+    above = products[products > largest_excluded]
+    return (above.min() + largest_excluded).item() / 2 if above.numel() else float("inf")
 
 
 @needs_statistics(_covariances)
@@ -73,11 +91,12 @@ def kl_cov(tokens: PolicyTokens, *, statistics: dict[str, float], share: float =
     Args:
         tokens: tokens of the microbatch.
         statistics: the two means, and the threshold of the covariance.
-        share: fraction of the tokens that are penalized.
+        share: largest fraction of the tokens that are penalized; of tokens that tie, all or none are.
         coef: weight of the divergence from the old policy.
     """
-    centered = tokens.logprobs.detach() - statistics["logprob_mean"], tokens.advantages - statistics["advantage_mean"]
-    penalized = (centered[0].double() * centered[1].double() >= statistics["threshold"]) & tokens.mask
+    logprobs, advantages = tokens.logprobs.detach().double(), tokens.advantages.double()  # as in the statistics
+    products = (logprobs - statistics["logprob_mean"]) * (advantages - statistics["advantage_mean"])
+    penalized = (products >= statistics["threshold"]) & tokens.mask
     distance = (tokens.logprobs - tokens.old_logprobs).abs()
     losses = -tokens.ratio * tokens.advantages + torch.where(penalized, coef * distance, 0.0)
     return PolicyLoss.of(tokens, losses, tokens.ratio, torch.zeros_like(penalized), penalized)

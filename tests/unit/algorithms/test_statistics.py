@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,29 @@ def test_a_step_without_response_tokens_penalizes_none():
     compute = statistics_of(kl_cov)
     assert compute is not None
     assert kl_cov(empty, statistics=compute(empty)).token_losses.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("advantage", [0.0, 0.7])
+def test_kl_cov_penalizes_no_token_if_all_advantages_are_equal(advantage: float):
+    tokens = replace(tokens_of(500), advantages=torch.full((500,), advantage))
+    compute = statistics_of(kl_cov)
+    assert compute is not None
+    assert not kl_cov(tokens, statistics=compute(tokens, share=0.1), share=0.1).clipped_high.any()
+
+
+def test_kl_cov_never_penalizes_more_than_the_share_of_tokens_that_tie():
+    # Probability 1 and the largest advantage: six tokens tie behind the first one, and three may be penalized.
+    logprobs = torch.tensor([0.0] * 7 + [-1.0] * 8).split([4, 11])
+    advantages = torch.tensor([2.0] + [1.0] * 6 + [-1.0] * 8).split([4, 11])
+    parts = [
+        PolicyTokens(new, new, advantage, torch.ones(len(new), dtype=torch.bool), torch.tensor([len(new)]))
+        for new, advantage in zip(logprobs, advantages, strict=True)
+    ]
+    compute = statistics_of(kl_cov)
+    assert compute is not None
+    statistics = compute(concat_tokens(parts), share=0.2)
+    chosen = [kl_cov(part, statistics=statistics, share=0.2).clipped_high for part in parts]
+    assert torch.cat(chosen).nonzero()[:, 0].tolist() == [0]
 
 
 def test_other_losses_need_no_statistics():
