@@ -4,6 +4,8 @@ Each check builds or calls what a rank would build or call, so that it raises th
 """
 
 import copy
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -22,7 +24,7 @@ from rlpack.config.roles import forward_batching, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
 from rlpack.data.prompts import Prompts
-from rlpack.data.tokenization import eos_id, longest_token, pad_id, tokenizer_name
+from rlpack.data.tokenization import longest_token, pad_id, tokenizer_name
 from rlpack.models.errors import ModelError, no_end_problem
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import (
@@ -36,6 +38,7 @@ from rlpack.models.optimizers import freeze
 from rlpack.models.packed import language_model
 from rlpack.models.quantized import check_quantization
 from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.stop_tokens import stop_token_ids
 from rlpack.models.stored_weights import check_weight_files
 from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
@@ -57,6 +60,8 @@ from rlpack.startup.function_sources import advantage_columns, uses_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
 from rlpack.workers.loss import PolicyGradientLoss
+
+logger = logging.getLogger(__name__)
 
 # Demonstrations that are tokenized at a time.
 _CHUNK_ROWS = 1024
@@ -102,6 +107,7 @@ def check_before_start(
     _check_judge(config, names, prompts, held_out)
     if "reward" in names:
         _check_reward(config, prompts, held_out)
+        _warn_of_unset_variables(config)
     if "reward_model" in names:
         _check_reward_model(config, tokenizer)
     check_resources(config)
@@ -153,6 +159,7 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     for name in started_roles(config):
         check_role(name, config.roles[name], is_own=False, is_trained=False)
     _check_reward(config, prompts)
+    _warn_of_unset_variables(config)
     check_resources(config)
 
 
@@ -169,8 +176,9 @@ def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Raise unless some token can end a response, and the model can sample it."""
     pad_id(tokenizer)
-    check_stop_ids(config, input_embedding(model).num_embeddings)
-    if eos_id(tokenizer) is None and not config.rollout.stop_token_ids:
+    num_tokens = input_embedding(model).num_embeddings
+    check_stop_ids(config, num_tokens)
+    if not any(token < num_tokens for token in stop_token_ids(config, tokenizer)):
         raise ModelError(no_end_problem(tokenizer_name(tokenizer), config.rollout.max_new_tokens))
 
 
@@ -217,6 +225,17 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
         raise RewardError(
             f"reward.sandbox=strict is not available on this machine: {reason}; set reward.sandbox=limits, which "
             "leaves the network open to reward functions"
+        )
+
+
+def _warn_of_unset_variables(config: Config) -> None:
+    """Warn about variables that reward functions are to see, and that this machine's ranks won't have."""
+    unset = [name for name in config.reward.env_vars if name not in os.environ]
+    if unset and config.placement.address is None:
+        logger.warning(
+            "reward.env_vars: no variable %s is set here, so reward functions won't see it; set it before the start, "
+            "or remove it from the list",
+            " or ".join(unset),
         )
 
 

@@ -11,12 +11,31 @@ HIDDEN = "<hidden>"
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # `token` alone is a secret; pad_token, eos_token and max_tokens are not. Names with _env or _path only refer to one.
 _SECRET = re.compile(
-    r"^token$|(^|[_-])(secrets?|password|passwd|passphrase|credentials?|(api|access|private|secret)[_-]?key"
-    r"|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?token)$",
+    r"^token$|(^|[_-])(secrets?|passwords?|passwd|passphrases?|credentials?|authorization"
+    r"|(api|access|private|secret)[_-]?keys?|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?tokens?)$",
+    re.IGNORECASE,
+)
+# Names of text that is usually a secret: openai_key, github_pat. Numbers and sections with such names are not.
+_SECRET_TEXT = re.compile(r"^pat$|[_-](pat|pwd|keys?)$", re.IGNORECASE)
+# Names of that form that refer to a field, such as answer_key="solution" or required_keys=["name"].
+_FIELD = re.compile(
+    r"(^|[_-])(allowed|answer|cache|column|completion|data|dataset|dict|expected|extra|field|fn|group|id|image|index"
+    r"|input|json|label|map|metadata|metric|optional|output|partition|primary|problem|prompt|question|reference"
+    r"|required|response|result|reward|row|score|solution|sort|source|target|text|truth|value|video)[_-]keys?$",
     re.IGNORECASE,
 )
 # A URL with a password, such as http://me:abc@proxy:3128, or a token in its place, whatever the name of its key.
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@", re.IGNORECASE)
+# A URL whose query holds one, such as http://host/v1?api_key=abc.
+_URL_WITH_KEY = re.compile(
+    r"://\S*[?&]([\w.-]*[_.-])?(api_?key|key|token|secret|password|passwd|pwd|auth|signature|sig)=[^&#\s]",
+    re.IGNORECASE,
+)
+# Keys and tokens that providers issue, by their prefixes, and the value of an authorization header.
+_ISSUED = re.compile(
+    r"(?<![A-Za-z0-9])(sk-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
+    r"|Bearer +[\w.~+/=-]{16,})"
+)
 
 
 def looks_secret(name: str, value: Any) -> bool:
@@ -24,15 +43,34 @@ def looks_secret(name: str, value: Any) -> bool:
 
     >>> looks_secret("hub_token", "abc"), looks_secret("pad_token", "abc"), looks_secret("auth_token", True)
     (True, False, False)
+    >>> looks_secret("openai_key", "abc"), looks_secret("answer_key", "abc"), looks_secret("sort_key", 3)
+    (True, False, False)
     >>> looks_secret("proxy", "http://me:abc@proxy:3128"), looks_secret("proxy", "http://proxy:3128")
     (True, False)
     >>> looks_secret("pip", "git+https://abc@host/me"), looks_secret("pip", "git+ssh://git@host/me")
     (True, False)
     """
-    if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
+    if isinstance(value, str) and any(
+        pattern.search(value) for pattern in (_URL_WITH_PASSWORD, _URL_WITH_KEY, _ISSUED)
+    ):
         return True
-    holds_something = not isinstance(value, bool) and value not in (None, "", {}, [], ())
-    return holds_something and _SECRET.search(_WORD_START.sub("_", name)) is not None
+    if isinstance(value, bool) or value in (None, "", {}, [], ()):
+        return False
+    words = _WORD_START.sub("_", name)
+    if _SECRET.search(words) is not None:
+        return True
+    is_named = _SECRET_TEXT.search(words) is not None and _FIELD.search(words) is None
+    # `tokens` may be a number, or a list of words.
+    return (is_named and _is_text(value)) or (
+        words.lower() == "tokens" and isinstance(value, Mapping) and _is_text(value)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is text, or a list or mapping of texts."""
+    if isinstance(value, Mapping):
+        return all(isinstance(below, str) for below in value.values())
+    return isinstance(value, str) or (_is_list(value) and all(isinstance(item, str) for item in value))
 
 
 def secret_paths(place: str, value: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from rlpack.config.evaluation_sets import reward_functions
+from rlpack.config.redaction import looks_secret
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config, Reward, builtin_roles
 
@@ -12,6 +13,7 @@ SERVED_REWARD_MODEL = "rlpack.workers.served_reward_model:ServedRewardModelWorke
 # Roles that call the server of the section `judge`.
 CALLS_SERVER = (JUDGE, SERVED_REWARD_MODEL)
 _COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
 # Columns reward_<name> that scoring roles use for counters.
 _COUNTERS = ("failure", "output_bytes", "retries")
@@ -37,6 +39,17 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield (
             f"{running[0]} is {_UNIT_TESTS}, which runs programs, but reward.subprocesses is 0; set "
             "reward.subprocesses=1"
+        )
+    for number, variable in enumerate(reward.env_vars):
+        yield from _variable_problems(f"reward.env_vars.{number}", variable)
+
+
+def _variable_problems(key: str, variable: str) -> Iterator[str]:
+    """Yield a problem unless a value is a variable's name. It may be a secret, so it is not shown."""
+    if not _VARIABLE.fullmatch(variable) or looks_secret("", variable):
+        yield (
+            f"{key} is not the name of an environment variable (letters, digits and _); configs are stored and shown, "
+            "so set the name here, such as OPENAI_API_KEY, and the value in the environment of the ranks"
         )
 
 
@@ -73,13 +86,25 @@ def judge_problems(config: Config) -> Iterator[str]:
     if callers and (judge.url is None or judge.model is None):
         missing = "judge.url" if judge.url is None else "judge.model"
         yield f"{missing} is null, but the role {callers[0]} needs it; set judge.url and judge.model"
+    if judge.api_key_env is not None:
+        yield from _variable_problems("judge.api_key_env", judge.api_key_env)
+    if judge.url is not None:
+        yield from _url_problems(config, judge.url)
+
+
+def _url_problems(config: Config, url: str) -> Iterator[str]:
+    """Yield problems of `judge.url`; one with a secret is not shown."""
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        yield "judge.url contains a user or a password, and configs are stored and shown; use judge.api_key_env"
+        return
+    if looks_secret("url", url):
+        yield "judge.url contains a key or a token, and configs are stored and shown; use judge.api_key_env"
+        return
     unchanged = {role.target for role in builtin_roles().values()}
-    if judge.url is not None and all(role.target in unchanged for role in config.roles.values()):
+    if all(role.target in unchanged for role in config.roles.values()):
         yield (
-            f"judge.url is {judge.url!r}, but no role uses it; add roles.judge.target={JUDGE}, or, for a reward model, "
+            f"judge.url is {url!r}, but no role uses it; add roles.judge.target={JUDGE}, or, for a reward model, "
             f"roles.judge.target={SERVED_REWARD_MODEL}"
         )
-    if judge.url is not None and not judge.url.startswith(("http://", "https://")):
-        yield f"judge.url is {judge.url!r}; it has to start with http:// or https://"
-    if judge.url is not None and "@" in judge.url.partition("://")[2].partition("/")[0]:
-        yield "judge.url contains a user or a password, and configs are stored and shown; use judge.api_key_env"
+    if not url.startswith(("http://", "https://")):
+        yield f"judge.url is {url!r}; it has to start with http:// or https://"

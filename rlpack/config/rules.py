@@ -343,10 +343,11 @@ def _secrets(config: Config) -> Iterator[str]:
     }
     for place, values in free.items():
         for path in secret_paths(place, values):
-            example = ", such as HF_TOKEN" if place == "rollout.vllm" else ""
+            # Only the names in users' own functions and classes can be changed.
+            rest = ", such as HF_TOKEN" if place == "rollout.vllm" else "; if it is none, rename it"
             yield (
                 f"{path} looks like a secret, and configs are stored and shown; pass it as an environment variable"
-                f"{example}"
+                f"{rest}"
             )
 
 

@@ -34,6 +34,18 @@ FREE = [key.path for key in walk() if key.is_open and get_args(key.annotation)[1
         "password",
         "db_passwd",
         "credentials",
+        "openai_key",
+        "WANDB_KEY",
+        "openaiKey",
+        "openai_keys",
+        "api_keys",
+        "hf_tokens",
+        "pat",
+        "github_pat",
+        "db_pwd",
+        "Authorization",
+        "Proxy-Authorization",
+        "X-Api-Key",
     ],
 )
 def test_names_of_secrets_are_known(name):
@@ -52,6 +64,16 @@ def test_names_of_secrets_are_known(name):
         "password_file",
         "secretary",
         "key",
+        "monkey",
+        "keys",
+        "tokens",
+        "num_tokens",
+        "answer_key",
+        "reward_fn_key",
+        "required_keys",
+        "path",
+        "compat",
+        "author",
     ],
 )
 def test_like_names_are_no_secrets(name):
@@ -61,6 +83,44 @@ def test_like_names_are_no_secrets(name):
 @pytest.mark.parametrize("value", [None, "", True, False, {}, []])
 def test_what_holds_nothing_is_no_secret(value):
     assert not looks_secret("api_key", value)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, [1, 2], {"every": 2, "source": "a.jsonl"}])
+def test_numbers_and_sections_are_no_keys_whatever_their_name(value):
+    assert not looks_secret("openai_key", value)
+    assert not looks_secret("pat", value)
+
+
+def test_lists_and_mappings_of_keys_are_secrets():
+    assert looks_secret("openai_keys", ["abc", "def"])
+    assert looks_secret("tokens", {"me": "abc"})
+    assert not looks_secret("tokens", ["<a>", "</a>"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"sk-proj-{'a1' * 10}",
+        f"hf_{'a1' * 12}",
+        f"github_pat_{'a1' * 12}",
+        f"AKIA{'A1' * 8}",
+        f"Bearer {'a1' * 10}",
+        f"OPENAI_API_KEY=sk-{'a1' * 10}",
+    ],
+)
+def test_keys_that_providers_issue_are_secrets_whatever_their_name(value):
+    assert list(secret_paths("p", {"key": value, "b": [value]})) == ["p.key", "p.b.0"]
+
+
+@pytest.mark.parametrize("value", ["task-specific-instructions", "Bearer of news", "hf_model", "sk-learn"])
+def test_like_values_are_no_secrets(value):
+    assert not looks_secret("key", value)
+
+
+@pytest.mark.parametrize("key", [key.path for key in walk()])
+def test_no_key_of_the_schema_is_hidden_by_its_name(key):
+    name = key.rpartition(".")[2]
+    assert not any(looks_secret(name, value) for value in ("abc", 3, ["abc"], {"a": "abc"}))
 
 
 def test_what_is_refused_is_what_is_hidden_whatever_its_type_and_depth():
@@ -82,6 +142,9 @@ def test_what_is_refused_is_what_is_hidden_whatever_its_type_and_depth():
         "git+https://me:hunter2@host/repository.git@v1",
         "redis://:hunter2@host:6379/0",
         "--index-url https://me:hunter2@host/simple",
+        "http://host/v1?api_key=hunter2",
+        "https://host/v1?a=b&access_token=hunter2",
+        "https://host/f?X-Amz-Signature=hunter2",
     ],
 )
 def test_a_url_with_a_password_is_a_secret_whatever_its_key(url):
@@ -102,6 +165,9 @@ def test_a_url_with_a_password_is_a_secret_whatever_its_key(url):
         "s3://bucket/key",
         "a:b@c",
         "see https://a: b@c",
+        "https://host/v1?monkey=a&max_tokens=3",
+        "https://host/v1?key=",
+        "a?key=b",
     ],
 )
 def test_a_url_without_a_password_is_no_secret(text):
@@ -118,7 +184,8 @@ def test_every_mapping_of_free_values_refuses_what_would_be_hidden(place: str):
         validate(_with_targets(config))
     (said,) = [problem for problem in caught.value.problems if "looks like a secret" in problem]
     assert said.startswith(f"{path} looks like a secret, and configs are stored and shown; pass it as an environment")
-    assert said.endswith("such as HF_TOKEN") is (place == "rollout.vllm")
+    of_vllm = place == "rollout.vllm"
+    assert said.endswith("such as HF_TOKEN" if of_vllm else "as an environment variable; if it is none, rename it")
 
 
 def _with_targets(config: dict[str, Any]) -> dict[str, Any]:

@@ -29,3 +29,19 @@ def test_a_server_may_be_called_by_a_role_that_users_add_or_by_the_reward_itself
 def test_a_server_that_no_role_calls_is_refused():
     (problem,) = problems(*SERVER)
     assert problem.startswith("judge.url is 'http://localhost:8000/v1', but no role uses it")
+
+
+@pytest.mark.parametrize("value", ["OPENAI_API_KEY=sk-hidden", "sk-hidden", f"hf_hidden{'a1' * 10}", "1A"])
+def test_a_value_in_place_of_the_name_of_a_variable_is_refused_and_not_shown(value: str):
+    expected = "is not the name of an environment variable (letters, digits and _)"
+    (problem,) = problems(f"reward.env_vars=[HF_HOME,'{value}']")
+    assert problem.startswith(f"reward.env_vars.1 {expected}")
+    assert value not in problem
+    (problem,) = problems(f"judge.api_key_env='{value}'", "roles.judge.target=" + JUDGE, *SERVER)
+    assert problem.startswith(f"judge.api_key_env {expected}")
+    assert value not in problem
+
+
+def test_a_server_whose_url_holds_a_key_is_refused_and_not_shown():
+    (problem,) = problems("judge.url='http://a/v1?api_key=hidden'", "judge.model=m")
+    assert problem == "judge.url contains a key or a token, and configs are stored and shown; use judge.api_key_env"

@@ -236,6 +236,19 @@ def test_each_of_several_reward_functions_is_checked():
         check(reward=Reward(functions={"a": fine, "b": strange}))
 
 
+def test_variables_for_reward_functions_that_are_not_set_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("SET_FOR_REWARDS", "1")
+    check(reward=Reward(env_vars=("SET_FOR_REWARDS",)))
+    assert caplog.messages == []
+    check(reward=Reward(env_vars=("SET_FOR_REWARDS", "UNSET_FOR_REWARDS")))
+    assert caplog.messages == [
+        "reward.env_vars: no variable UNSET_FOR_REWARDS is set here, so reward functions won't see it; set it before "
+        "the start, or remove it from the list"
+    ]
+
+
 def test_a_sandbox_that_this_machine_cannot_provide_is_refused(monkeypatch: pytest.MonkeyPatch):
     strict = Reward(sandbox="strict")
     check(reward=strict)
