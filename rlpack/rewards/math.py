@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from rlpack.installation import how_to_install
+from rlpack.rewards.answer_notation import normalized
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.plain_notation import as_latex
 
@@ -156,6 +157,7 @@ def _silence_library() -> None:
 @lru_cache(4096)
 def _parse_answer(answer: str) -> tuple[Any, ...]:
     """Return the parsed answer; text without LaTeX delimiters is tried as LaTeX first."""
+    answer = normalized(answer)
     readings = [answer, f"${answer}$"] if _LATEX_MARK.search(answer) else [f"${answer}$", answer]
     parsed = next((tuple(parsed) for parsed in map(_parse_response, readings) if parsed), ())
     latex = answer if "\\" in answer or "$" in answer else as_latex(answer)
@@ -172,7 +174,7 @@ def _parse_response(completion: str) -> list[Any]:
     The library reads `pi` as a product of letters, and a percentage as a number, a fraction, or text alone, depending
     on how it is written; here it is both.
     """
-    parsed = _parse(completion)
+    parsed = _parse(normalized(completion))
     text = parsed[-1] if parsed else None
     if not isinstance(text, str):
         return parsed

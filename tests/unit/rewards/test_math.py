@@ -1,6 +1,9 @@
+import time
+
 import pytest
 
 from rlpack.rewards import math
+from rlpack.rewards.answer_notation import normalized
 from rlpack.rewards.math import equivalent, final_answer_text
 
 DIGITS = "123456789" * 600
@@ -78,6 +81,89 @@ DIGITS = "123456789" * 600
 )
 def test_answers_are_compared_by_value(completion, answer, reward):
     assert equivalent(completion, answer) == reward
+
+
+SPACES = [r"\,", r"\;", r"\:", r"\ ", "~", " ", "\u00a0", "\u202f"]
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_a_space_between_groups_of_three_digits_separates_thousands(space):
+    thousands, millions = f"10{space}000", f"1{space}234{space}567"
+    for said in (rf"\boxed{{{thousands}}}", rf"So ${thousands}$.", rf"\boxed{{\${thousands}}}"):
+        assert [equivalent(said, answer) for answer in ("10000", thousands, "10", "0", "1000")] == [1, 1, 0, 0, 0]
+    assert [equivalent(rf"\boxed{{{said}}}", thousands) for said in ("10000", "0", "10")] == [1, 0, 0]
+    assert [equivalent(rf"\boxed{{{millions}}}", answer) for answer in ("1234567", "1234", "567")] == [1, 0, 0]
+    assert final_answer_text(rf"\boxed{{{thousands}}}") == "10000"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{1, 200}", "1200", 0.0),
+        (r"\boxed{1, 200}", "1, 200", 1.0),
+        (r"\boxed{10\,00}", "1000", 0.0),
+        (r"\boxed{x^2\,100}", r"100x^2", 1.0),
+        (r"\boxed{25\,000.5}", "25000.5", 1.0),
+        (r"\boxed{25\,500}", "12500", 0.0),
+        (r"\begin{pmatrix}1\\ 100\end{pmatrix}", "1100", 0.0),
+    ],
+)
+def test_other_spaces_and_commas_separate_numbers(completion, answer, reward):
+    assert equivalent(completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        *(
+            (said, answer, reward)
+            for said in ("It took 2 1/2 hours.", r"\boxed{2 1/2}", "#### 2 1/2", "So $2~1/2$.", r"\boxed{2\,1/2}")
+            for answer, reward in (("2.5", 1.0), ("2 1/2", 1.0), ("1.5", 0.0), ("1", 0.0), ("21/2", 0.0))
+        ),
+        *((rf"\boxed{{{said}}}", "3 3/4", 1.0) for said in ("3.75", r"3\frac34", r"\frac{15}{4}", "3 3/4")),
+        *((rf"\boxed{{{said}}}", "3 3/4", 0.0) for said in ("1.5", "3/4", "3", "33/4")),
+        (r"\boxed{-2 1/2}", "-2.5", 1.0),
+        (r"\boxed{-2 1/2}", "-1.5", 0.0),
+        (r"\boxed{-1.5}", "-2 1/2", 0.0),
+        ("It is 6 / 2 1/2.", "2.5", 0.0),
+        (r"\boxed{1/2 1/2}", "2.5", 0.0),
+        (r"\boxed{x^2 1/2}", "x^2/2", 1.0),
+    ],
+)
+def test_a_number_before_a_fraction_is_a_mixed_number(completion, answer, reward):
+    assert equivalent(completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{42.}", "42", 1.0),
+        (r"\boxed{42.}", "2", 0.0),
+        (r"\boxed{3.5.}", "3.5", 1.0),
+        (r"\boxed{\$12.}", "12", 1.0),
+        *(
+            (said, answer, reward)
+            for said in ("The answer is \u22125.", "#### \u22125", "It falls from 3 to \u22125.", "\\boxed{\u22125}")
+            for answer, reward in (("-5", 1.0), ("\u22125", 1.0), ("5", 0.0), ("3", 0.0))
+        ),
+        *(
+            (said, answer, reward)
+            for said in ("The answer is -$5.", r"It is -\$5", "#### -$5", "The change is -$5$.", "It is **-\u20ac5**.")
+            for answer, reward in (("-5", 1.0), ("-$5", 1.0), ("5", 0.0))
+        ),
+        ("She has $20 -$5 = $15 left.", "15", 1.0),
+        ("She has $20-$5.", "-5", 0.0),
+    ],
+)
+def test_numbers_have_signs_and_full_stops_as_in_prose(completion, answer, reward):
+    assert equivalent(completion, answer) == reward
+
+
+@pytest.mark.parametrize("text", ["1 000 ", "1 1/", "1~", " ", r"1\,", "-$", "000 000", "1", "1.}", "2 1/2 "])
+def test_the_time_to_rewrite_numbers_is_in_proportion_to_the_text(text):
+    began = time.monotonic()
+    normalized(text * (400_000 // len(text)))
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize(
