@@ -17,8 +17,10 @@ def sample_informative_groups(
 ) -> BatchedDataDict:
     """Return scored rollouts of `trainer.prompts_per_step` groups whose rewards differ.
 
-    Prompts are drawn until there are enough such groups. After `max_rounds`, groups with equal rewards, which add
-    nothing to the loss, take the places of missing ones. The metrics `sampling/*` count the groups of both kinds.
+    Prompts are drawn until there are enough such groups. Rewards are compared before the length penalty: the constraint
+    of equation 11 is on correctness, and a penalty alone would get advantages of full size. After `max_rounds`, groups
+    with equal rewards take the places of missing ones; only their length penalties, if any, give them a gradient. The
+    metrics `sampling/*` count the groups of both kinds.
 
     Args:
         session: the run.
@@ -29,10 +31,12 @@ def sample_informative_groups(
     """
     num_groups, longest = session.config.trainer.prompts_per_step, session.config.rollout.max_new_tokens
     rounds: list[BatchedDataDict] = []
+    informative: list[torch.Tensor] = []
     num_informative = num_drawn = 0
     while num_informative < num_groups and len(rounds) < max_rounds:
         missing = num_groups - num_informative
         rollouts = _score_groups(session, step, missing)
+        informative.append(is_informative(rollouts))
         penalties = soft_overlong_penalty(
             rollouts["response_lengths"], longest=longest, buffer=overlong_buffer, penalty=overlong_penalty
         )
@@ -40,7 +44,7 @@ def sample_informative_groups(
         rollouts["group_ids"] = rollouts["group_ids"] + num_drawn
         rounds.append(rollouts)
         num_drawn += missing
-        num_informative += rollouts["group_ids"][is_informative(rollouts)].unique().numel()
+        num_informative += rollouts["group_ids"][informative[-1]].unique().numel()
     batch = concat_scored(rounds)
     report_rewards(step, batch)
     report_lengths(step, batch)
@@ -50,7 +54,7 @@ def sample_informative_groups(
         "sampling/discarded_groups": float(num_drawn - num_groups),
         "sampling/filled_groups": float(max(0, num_groups - num_informative)),
     }
-    return batch.select(_first_groups(batch["group_ids"].numpy(), is_informative(batch).numpy(), num_groups))
+    return batch.select(_first_groups(batch["group_ids"].numpy(), torch.cat(informative).numpy(), num_groups))
 
 
 def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:

@@ -164,7 +164,7 @@ METRICS: dict[str, Metric] = {
     ),
     "reference/kl_coef": Metric("1", "Weight of the KL term in this step."),
     "sampling/rounds": Metric("1", "Rounds of drawing prompts for the step (recipe=dapo)."),
-    "sampling/informative_fraction": Metric("fraction", "Groups drawn for the step whose rewards differ."),
+    "sampling/informative_fraction": Metric("fraction", "Groups drawn for the step whose unpenalized rewards differ."),
     "sampling/discarded_groups": Metric("groups", "Groups drawn for the step that are not trained on."),
     "sampling/filled_groups": Metric("groups", "Groups with equal rewards that fill the batch after dapo.max_rounds."),
     "sampling/overlong_filtered": Metric("rows", "Responses excluded from the loss by dapo.overlong_filter."),

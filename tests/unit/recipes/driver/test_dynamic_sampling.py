@@ -112,12 +112,30 @@ def test_a_round_of_which_batching_drops_all_rows_counts_as_uninformative(tmp_pa
     assert rollouts["words"].tolist() == [1, 1, 1, 1]
 
 
-def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
+def test_length_penalties_alone_make_no_group_informative(tmp_path: Path) -> None:
+    session, sizes = answering(tmp_path, [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
+    step = session.begin_step(1)
+    rollouts = sample_informative_groups(session, step, max_rounds=5, overlong_buffer=5, overlong_penalty=0.5)
+    assert sizes == [6, 4]
+    assert rollouts["rewards"].tolist() == [0.0, 0.5, 0.0, 0.5, 1.0, -0.5]  # every second response has all ten tokens
+    assert step.metrics["sampling/informative_fraction"] == 0.6
+
+
+def test_a_penalty_that_makes_the_rewards_of_a_group_equal_does_not_discard_it(tmp_path: Path) -> None:
+    session, sizes = answering(tmp_path, [[0.0, 0.5] * 3])
+    rollouts = sample_informative_groups(
+        session, session.begin_step(1), max_rounds=5, overlong_buffer=5, overlong_penalty=0.5
+    )
+    assert (sizes, rollouts["rewards"].tolist()) == ([6], [0.0] * 6)
+
+
+def test_groups_that_fill_up_a_batch_are_penalized_for_length(tmp_path: Path) -> None:
     session, _ = answering(tmp_path, [[1.0] * 6])
     step = session.begin_step(1)
     rollouts = sample_informative_groups(session, step, max_rounds=1, overlong_buffer=5, overlong_penalty=0.5)
-    assert rollouts["rewards"].tolist() == [1.0, 0.5] * 3  # every second response has all ten tokens
-    assert step.metrics["sampling/informative_fraction"] == 1.0
+    assert rollouts["rewards"].tolist() == [1.0, 0.5] * 3
+    assert step.metrics["sampling/informative_fraction"] == 0.0
+    assert step.metrics["sampling/filled_groups"] == 3
 
 
 @pytest.mark.parametrize(("enabled", "shares"), [(True, [0.25, 0.0]), (False, [1 / 14, 1 / 14])])
