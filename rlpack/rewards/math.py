@@ -14,6 +14,7 @@ from typing import Any
 
 from rlpack.installation import how_to_install
 from rlpack.rewards.answer_notation import normalized
+from rlpack.rewards.answer_words import boxed, differ, letters_of, quantity
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.plain_notation import as_latex
 
@@ -70,7 +71,13 @@ def equivalent(completion: str, answer: object) -> float | None:
     # votes, outside the pool. A response that can't be read in time has to fail here.
     found = _parse_response(completion)
     expected = () if answer is None else _parse_answer(str(answer))
-    return float(verify(list(expected), found, timeout_seconds=None)) if expected else None
+    if not expected or answer is None:
+        return None
+    # Outside a box, the library may have removed words of both as units.
+    unit_free = str(expected[-1]) if boxed(completion) is None else str(answer)
+    if differ(_as_written(completion, found), _as_written(str(answer), [unit_free])):
+        return 0.0
+    return float(verify(list(expected), found, timeout_seconds=None))
 
 
 def final_answer_text(completion: str) -> str | None:
@@ -87,6 +94,8 @@ def final_answer_text(completion: str) -> str | None:
     parsed = _parse_response(completion)
     if not parsed:
         return None
+    if letters := letters_of(_as_written(completion, parsed)):
+        return letters
     answer = parsed[0]
     try:
         if _num_bits(answer) <= _MOST_BITS:
@@ -172,17 +181,28 @@ def _parse_response(completion: str) -> list[Any]:
     """Return the parsed final answer, after readings of it in the notation of programs and as a percentage.
 
     The library reads `pi` as a product of letters, and a percentage as a number, a fraction, or text alone, depending
-    on how it is written; here it is both.
+    on how it is written; here it is both. It knows some units; here, others are no factors either.
     """
-    parsed = _parse(normalized(completion))
+    completion = normalized(completion)
+    parsed = _parse(completion)
     text = parsed[-1] if parsed else None
     if not isinstance(text, str):
         return parsed
+    if amount := quantity(_as_written(completion, parsed)):
+        return [*_parse(f"${amount[0]}$")[:1], text]
     readings = [] if "\\" in text or as_latex(text) == text else [as_latex(text)]
     if percentage := _PERCENTAGE.fullmatch(text):
         readings = [f"{percentage[1]}%", percentage[1]]
     translated = [_parse(f"${reading}$")[:1] for reading in readings]
     return [*(part for parts in translated for part in parts if not isinstance(part, str)), *parsed]
+
+
+def _as_written(text: str, parsed: Sequence[Any]) -> str:
+    """Return the final answer of a text as it is written, if it is in a box, or else as the library simplified it."""
+    content = boxed(text)
+    if content is not None:
+        return content
+    return parsed[-1] if parsed and isinstance(parsed[-1], str) else ""
 
 
 def _parse(text: str) -> list[Any]:

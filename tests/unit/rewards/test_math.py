@@ -4,6 +4,7 @@ import pytest
 
 from rlpack.rewards import math
 from rlpack.rewards.answer_notation import normalized
+from rlpack.rewards.answer_words import boxed, differ
 from rlpack.rewards.math import equivalent, final_answer_text
 
 DIGITS = "123456789" * 600
@@ -157,6 +158,90 @@ def test_a_number_before_a_fraction_is_a_mixed_number(completion, answer, reward
 )
 def test_numbers_have_signs_and_full_stops_as_in_prose(completion, answer, reward):
     assert equivalent(completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "reward"),
+    [
+        ("ABC", "ABC", 1.0),
+        ("BAC", "ABC", 0.0),
+        ("HHT", "THH", 0.0),
+        ("on", "no", 0.0),
+        ("No", "no", 1.0),
+        ("left", "felt", 0.0),
+        (r"\text{HHT}", "THH", 0.0),
+        (r"\text{HHT}", "HHT", 1.0),
+        ("HHT", r"\text{HHT}", 1.0),
+        ("H H T", "HHT", 1.0),
+        ("go west", "go east", 0.0),
+        ("go east", "go east", 1.0),
+        ("B", "B", 1.0),
+        ("A", "B", 0.0),
+        ("pi", "ip", 0.0),
+        ("pi", r"\pi", 1.0),
+        ("infinity", r"\infty", 1.0),
+        ("ab", r"b \cdot a", 1.0),
+        ("x or y", "y or x", 1.0),
+        ("A. 5", "B. 5", 0.0),
+        ("A. 5", "A. 6", 0.0),
+        ("A. 5", "A. 5", 1.0),
+        ("A. 5", "5", 1.0),
+        ("2 pm", "2 am", 0.0),
+        (r"2\text{ p.m.}", "2 am", 0.0),
+        (r"2\text{ p.m.}", "2 pm", 1.0),
+        ("2 pm", "2", 1.0),
+    ],
+)
+def test_words_labels_and_halves_of_the_day_are_compared_as_text(said, answer, reward):
+    assert equivalent(rf"\boxed{{{said}}}", answer) == reward
+    assert equivalent(f"It is ${said}$.", answer) == reward or reward == 0.0
+
+
+def test_words_outside_boxes_are_compared_as_text():
+    assert [equivalent("I think $on$.", answer) for answer in ("on", "no")] == [1.0, 0.0]
+    assert equivalent(r"\boxed{cat} or \boxed{dog}", "dog") == 0.0
+    assert [final_answer_text(rf"\boxed{{{said}}}") for said in ("on", "no", r"\text{No}")] == ["on", "no", "no"]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "reward"),
+    [
+        *(
+            (said, answer, reward)
+            for said in ("18 dollars", r"18\text{ dollars}", r"\$18 dollars", "18 dollars.", "€18", "€18.00", "18€")
+            for answer, reward in (("18", 1.0), ("18.5", 0.0), ("8", 0.0), ("1", 0.0), ("-18", 0.0))
+        ),
+        ("36 eggs", "36", 1.0),
+        ("36 eggs", "36 eggs", 1.0),
+        ("18 dollars", "18 dollar", 1.0),
+        ("36 eggs", "36 hens", 0.0),
+        ("36", "36 eggs", 1.0),
+        ("35", "36 eggs", 0.0),
+        ("20 people per day", "20", 1.0),
+        ("18 dollars", "18 cents", 0.0),
+        ("5 mins", "5 minutes", 1.0),
+        ("5 litres", "5 liters", 1.0),
+        ("1,200 dollars", "1200", 1.0),
+        ("1,200 dollars", "1", 0.0),
+        ("2 1/2 cups", "2.5", 1.0),
+        ("2 1/2 cups", "1", 0.0),
+        ("-€18", "-18", 1.0),
+        ("-€18", "18", 0.0),
+        *((f"5 {words}", "5", 0.0) for words in ("million", "dozen eggs", "theta", "sqrt", "squared", "abcd", "xy")),
+        *((f"5 {words}", "5", 0.0) for words in ("point two", "hours or more", "eggs or 6 eggs", "halves", "quarters")),
+        ("101 base two", "101", 0.0),
+    ],
+)
+def test_units_and_currencies_are_left_out_of_numbers(said, answer, reward):
+    assert equivalent(rf"\boxed{{{said}}}", answer) == reward
+
+
+@pytest.mark.parametrize("text", ["\\boxed{", "\\text{", "{", "5 eggs ", "ab ", r"\text{a", "a", "5,"])
+def test_the_time_to_compare_words_is_in_proportion_to_the_text(text):
+    began = time.monotonic()
+    text *= 400_000 // len(text)
+    differ(boxed(rf"\boxed{{{text}}}") or text, text)
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("text", ["1 000 ", "1 1/", "1~", " ", r"1\,", "-$", "000 000", "1", "1.}", "2 1/2 "])
