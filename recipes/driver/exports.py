@@ -4,6 +4,7 @@ from functools import partial
 
 from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.models.policy_folder import complete_policy_folder
+from rlpack.models.stop_tokens import own_stop_token_ids
 from rlpack.observe.run_dir import MODEL
 from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
 from rlpack.recipes.driver.session import Session
@@ -24,9 +25,9 @@ def export_models(session: Session) -> None:
         with new_model_folder(folder, check=session.run.check_lock) as staging:
             group.run(Trainable.export_model, str(staging))
             if name == "actor":
-                config = session.config
-                stop_token_ids = config.rollout.stop_token_ids
-                complete_policy_folder(staging, config.model, session.tokenizer, stop_token_ids=stop_token_ids)
+                config, tokenizer = session.config, session.tokenizer
+                ends = own_stop_token_ids(config, tokenizer)
+                complete_policy_folder(staging, config.model, tokenizer, stop_token_ids=ends)
             else:
                 session.tokenizer.save_pretrained(staging)
         session.run.note(f"{'model' if name == 'actor' else name} written to {folder}")

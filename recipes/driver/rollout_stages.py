@@ -17,8 +17,8 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import positions_of
 from rlpack.config.schema import Config
 from rlpack.data.sampler import prompt_positions, row_seeds
-from rlpack.data.tokenization import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.models.stop_tokens import stop_token_ids
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.engine_slots import Turn, turn_of_batch, turn_of_evaluation
 from rlpack.recipes.driver.router import Router
@@ -242,13 +242,13 @@ def sample_seeds(seed: int, drawn: DrawnPrompts, samples: int) -> np.ndarray:
 
 
 def _sampling_params(session: SamplingSession, temperature: float) -> SamplingParams:
-    settings, eos = session.config.rollout, eos_id(session.tokenizer)
+    settings = session.config.rollout
     return SamplingParams(
         temperature=temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=(*settings.stop_token_ids, *([] if eos is None else [eos])),
+        stop_token_ids=stop_token_ids(session.config, session.tokenizer),
     )
 
 

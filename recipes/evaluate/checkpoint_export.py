@@ -25,6 +25,7 @@ from rlpack.models.loading import build_causal_lm, load_tokenizer
 from rlpack.models.model_export import export_model
 from rlpack.models.policy import Policy
 from rlpack.models.policy_folder import complete_policy_folder
+from rlpack.models.stop_tokens import own_stop_token_ids
 from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.startup.evaluated_model import run_config
@@ -85,7 +86,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     policy = Policy(model)
     load_weights(policy, checkpoint / "actor")
     export_model(policy, folder)
-    complete_policy_folder(folder, config.model, tokenizer, stop_token_ids=config.rollout.stop_token_ids)
+    complete_policy_folder(folder, config.model, tokenizer, stop_token_ids=own_stop_token_ids(config, tokenizer))
 
 
 def _tokenizer(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> PreTrainedTokenizerBase:

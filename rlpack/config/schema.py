@@ -223,7 +223,8 @@ class Rollout(Section):
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(),
         strict=False,
-        description="Token ids that end a response, in addition to the tokenizer's end of sequence.",
+        description="Token ids that end a response, in addition to the tokenizer's end of sequence, eos_token_id in "
+        "the model's generation_config.json and, with data.chat_template, the template's end of a turn.",
     )
     publish: Literal["drain", "in_flight"] = Field(
         default="drain",

@@ -23,6 +23,7 @@ from rlpack.data.examples import (
     overlong_error,
 )
 from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tokenize_prompts, tokenizer_hash
+from rlpack.data.turn_end import turn_end_id
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,13 @@ class Prompts:
         examples: in the order of the dataset, without those that were dropped.
         input_ids: the prompts, int64 [B rows].
         dated_by: the tokenizer's hash and its chat template, if that writes today's date into the prompts; else None.
+        turn_end: id of the token with which demonstrations end; None for the tokenizer's end of sequence.
     """
 
     examples: Sequence[Example]
     input_ids: Ragged
     dated_by: str | None = None
+    turn_end: int | None = None
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -98,7 +101,7 @@ class Prompts:
         Raises:
             DataError: an example has no demonstration.
         """
-        targets = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows])
+        targets = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows], self.turn_end)
         selected = self.input_ids.select(rows)
         prompts = [prompt.tolist() for prompt in selected.rows()]
         pairs = list(zip(prompts, targets, strict=True))
@@ -156,4 +159,6 @@ def tokenize_dataset(
         raise nothing_left_error(dataset.name, max_tokens)
     is_dated = chat_template and "strftime_now" in str(tokenizer.chat_template)
     dated_by = f"{tokenizer_hash(tokenizer)} {tokenizer.chat_template}" if is_dated else None
-    return Prompts(examples, Ragged.from_rows(encoded, torch.int64), dated_by)
+    return Prompts(
+        examples, Ragged.from_rows(encoded, torch.int64), dated_by, turn_end_id(tokenizer) if chat_template else None
+    )

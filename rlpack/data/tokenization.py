@@ -110,26 +110,33 @@ def tokenize_prompts(
     return encoded
 
 
-def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[list[int]]:
-    """Return the token ids of each demonstration, which end with the end-of-sequence token.
+def tokenize_demonstrations(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], end: int | None = None
+) -> list[list[int]]:
+    """Return the token ids of each demonstration.
+
+    Args:
+        tokenizer: any tokenizer.
+        examples: examples with demonstrations.
+        end: id of the token with which each ends; None for the end of sequence.
 
     Raises:
-        DataError: an example has no demonstration, the tokenizer has no end-of-sequence token, or it cannot encode a
-            text.
+        DataError: an example has no demonstration, the tokenizer has no end-of-sequence token in place of `end`, or it
+            cannot encode a text.
     """
     texts, places = [], [f"demonstration of {example.uid!r}" for example in examples]
     for example, place in zip(examples, places, strict=True):
         if example.demonstration is None:
             raise DataError(f"{place} is missing; supervised steps need data.completion_column")
         texts.append(example.demonstration)
-    end = tokenizer.eos_token_id
-    if not isinstance(end, int):
+    last = tokenizer.eos_token_id if end is None else end
+    if not isinstance(last, int):
         raise DataError(
             f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
             "model.tokenizer to one that has one"
         )
     specials = _special_tokens(tokenizer)
-    return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, specials, add_special_tokens=False)]
+    return [[*ids, last] for ids in _encode_texts(tokenizer, texts, places, specials, add_special_tokens=False)]
 
 
 def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:

@@ -20,3 +20,14 @@ def test_the_policys_folder_has_the_tokens_that_end_the_runs_responses(tmp_path:
     for folder, ids in (("model", [1, 5]), ("critic_model", 1)):
         found = json.loads((tmp_path / folder / "generation_config.json").read_text(encoding="utf-8"))
         assert found["eos_token_id"] == ids
+
+
+def test_the_policys_folder_has_the_end_of_the_templates_turn(tmp_path: Path) -> None:
+    session = session_of(tmp_path, recipe="sft")
+    session.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+    data = session.config.data.model_copy(update={"chat_template": True})
+    session.config = session.config.model_copy(update={"data": data})
+    set_group(session, "actor", export_model=write_model)
+    export_models(session)
+    found = json.loads((tmp_path / "model" / "generation_config.json").read_text(encoding="utf-8"))
+    assert found["eos_token_id"] == [1, 0]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Rollout, Trainer
+from rlpack.config.schema import Model, Rollout, Trainer
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, draw_prompts, sample_responses
 from tests.builders import tiny_rollouts
@@ -59,6 +59,22 @@ def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_a_time(
     assert sizes == [prompts * samples]
     assert torch.equal(in_parts["seen"], whole["seen"])
     assert in_parts["group_ids"].tolist() == whole["group_ids"].tolist()
+
+
+def test_responses_end_where_the_base_model_ends_a_turn(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}', encoding="utf-8")
+    session = session_of(tmp_path, rollout=Rollout(stop_token_ids=(5,)))
+    session.config = session.config.model_copy(update={"model": Model(path=str(tmp_path))})
+    stops: list[tuple[int, ...]] = []
+
+    def generate(batch: BatchedDataDict, params: Any) -> BatchedDataDict:
+        stops.append(params.stop_token_ids)
+        return batch.keep(["group_ids"])
+
+    set_group(session, "rollout", generate=generate)
+    rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)])["input_ids"], "uid": ["a"]})
+    sample_responses(session, DrawnPrompts(rows, 1, np.arange(1)), 1, temperature=1.0, metrics={})
+    assert stops == [(5, 1, 7)]
 
 
 def test_engines_that_generate_whole_batches_are_idle_between_their_calls(tmp_path: Path):
