@@ -12,14 +12,14 @@ from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
 from rlpack.config.evaluation_sets import COLUMN, naming, set_configs
-from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.data.datasets import TRAINING, PromptDataset, SplitUse, load_prompts
+from rlpack.data.datasets import PromptDataset, SplitUse, load_prompts
 from rlpack.data.examples import characters
 from rlpack.data.prompts import Prompts, tokenize_dataset
 from rlpack.data.sampler import sampled_rows
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.loading import load_tokenizer
+from rlpack.startup.dataset_checks import held_out_use, training_use
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
         DataError: a source can't be read.
         ModelError: the tokenizer can't be loaded.
     """
-    train = _load(config, config.data.source, config.data.split, TRAINING)
+    train = _load(config, config.data.source, config.data.split, training_use(config))
     held_out = _load_validation(config)
     if config.model.path is None and config.model.tokenizer is None:
         sets = _load_sets(config).values()
@@ -132,10 +132,7 @@ def load_held_out(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts]:
 def _load_validation(config: Config) -> PromptDataset:
     """Return the held-out rows, which need demonstrations only if the recipe's own steps train on them."""
     data = config.data
-    source_key = "data.source" if data.validation_source is None else "data.validation_source"
-    needs = recipe_of(config).needs_demonstrations
-    use = SplitUse(source_key, "data.validation_split", needs_demonstrations=needs)
-    return _load(config, data.validation_source or data.source, data.validation_split, use)
+    return _load(config, data.held_out[0], data.validation_split, held_out_use(config))
 
 
 def _load(config: Config, source: str, split: str, use: SplitUse) -> PromptDataset:

@@ -36,7 +36,7 @@ def warn_of_other_prompts(config: Config, prompts: Prompts) -> None:
     with deletion_explained(Path(checkpoint)):
         state = load_state(Path(checkpoint))
     run, source = run_config(state), held_out_source(config)
-    if (source, config.data.validation_split) != (held_out_source(run), run.data.validation_split):
+    if (*config.data.held_out, config.data.validation_split) != (*run.data.held_out, run.data.validation_split):
         return
     if prompts.has_fingerprint(state["held_out"]) or _are_unchanged(run, state["held_out"]):
         return

@@ -91,7 +91,10 @@ def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[st
         given = data.get("validation_source")
         if given != "":  # which the rules refuse
             held_out = data["source"] if given is None else given
-            composed["data"] = {**data, "source": held_out, "validation_source": held_out, "completion_column": None}
+            inherited = data.get("subset") if held_out == data["source"] else None
+            subset = inherited if data.get("validation_subset") is None else data["validation_subset"]
+            of_both = {"source": held_out, "validation_source": held_out, "subset": subset, "validation_subset": subset}
+            composed["data"] = {**data, **of_both, "completion_column": None}
     return _validated(composed, overrides)
 
 

@@ -25,8 +25,11 @@ def set_configs(config: Config) -> dict[str, Config]:
 
 
 def _as_run(config: Config, one: EvaluationSet) -> Config:
-    given = {"validation_source": one.source, "validation_split": one.split}
-    data = config.data.model_copy(update={key: value for key, value in given.items() if value is not None})
+    given = {"validation_source": one.source, "validation_subset": one.subset, "validation_split": one.split}
+    update: dict[str, str | None] = {key: value for key, value in given.items() if value is not None}
+    if one.source not in (None, config.data.held_out[0]):  # another dataset than that of data.validation_subset
+        update["validation_subset"] = one.subset
+    data = config.data.model_copy(update=update)
     reward = config.reward
     if one.reward_function is not None:
         own = {"function": one.reward_function, "arguments": one.reward_arguments, "functions": {}}
@@ -67,7 +70,7 @@ def _with_own_keys(text: str, name: str, one: EvaluationSet) -> str:
     own = {}
     if one.reward_function is not None:
         own = {"reward.function": "reward_function", "reward.arguments": "reward_arguments"}
-    own |= {f"data.validation_{key}": key for key in ("source", "split") if getattr(one, key) is not None}
+    own |= {f"data.validation_{key}": key for key in ("source", "subset", "split") if getattr(one, key) is not None}
     renamed = text
     for key, new in own.items():
         renamed = re.sub(rf"\b{re.escape(key)}\b", f"{key_of(name)}.{new}", renamed)

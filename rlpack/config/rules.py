@@ -8,7 +8,6 @@ data file without a validation source is reported here, because it is the first 
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
@@ -21,6 +20,7 @@ from rlpack.config.batching_rules import (
 )
 from rlpack.config.compile_rules import compile_problems
 from rlpack.config.correction_rules import correction_problems
+from rlpack.config.data_rules import data_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.evaluation_sets import evaluation_set_problems, key_of, reward_functions, sources
 from rlpack.config.expert_rules import expert_problems
@@ -35,10 +35,9 @@ from rlpack.config.roles import (
     pool_of,
     role_compute,
 )
-from rlpack.config.schema import Config, Data
+from rlpack.config.schema import Config
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
-from rlpack.path_suggestions import DATA_FILES, suggest_path
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -208,38 +207,6 @@ def _model(config: Config) -> Iterator[str]:
         )
 
 
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    for name in ("source", "split", "validation_split", "prompt_column"):
-        if not getattr(data, name).strip():
-            yield f"data.{name} is blank; set it"
-    if data.validation_source is not None and not data.validation_source.strip():
-        yield f"data.validation_source is {data.validation_source!r}, which is blank; set it, or null for data.source"
-    if data.generator and data.source != "arithmetic":
-        yield (
-            f"data.generator is set, but data.source is {data.source!r}; the generator is for data.source=arithmetic: "
-            "for other prompts, choose data=jsonl, data=parquet or data=hub, and leave out data.generator and "
-            "experiment=smoke, which sets it (trainer.steps=2 is a short run, too)"
-        )
-    if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
-        if data.source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
-            hint = suggest_path(Path(os.path.expanduser(data.source)))
-            yield f"data.source is {data.source!r}, but there is no such file in {Path.cwd()}{hint}"
-        yield (
-            f"{same}, so no prompts would be held out; set data.validation_source to other prompts, "
-            f"or to {data.source} itself to evaluate on the training prompts"
-        )
-
-
-def _why_nothing_is_held_out(data: Data) -> str | None:
-    """Return why training and held-out prompts are the same rows, None if they are not."""
-    if data.source.endswith(DATA_FILES):
-        return f"data.validation_source is null, but {data.source} is one file without splits"
-    if data.split == data.validation_split:
-        return f"data.validation_source is null, and data.split and data.validation_split are both {data.split!r}"
-    return None
-
-
 def _paths(config: Config) -> Iterator[str]:
     """Refuse paths that no file system can hold."""
     data, model = config.data, config.model
@@ -371,7 +338,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _object_store,
     _model,
     _paths,
-    _data,
+    data_problems,
     _supervision,
     _run,
     _targets,

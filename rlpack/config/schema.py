@@ -188,12 +188,19 @@ class Data(Section):
     source: str = Field(
         default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or the name of a dataset on the Hub."
     )
+    subset: str | None = Field(
+        default=None,
+        description="Name of the configuration of a dataset on the Hub that has several, such as GSM8K's main.",
+    )
     split: str = Field(default="train", description="Training split (Hub and generator).")
     fraction: Unit = Field(
         default=1.0, description="Share of the training prompts that is used, drawn with the seed; at least one."
     )
     validation_source: str | None = Field(
         default=None, description="Source of held-out prompts; null for data.source. A file needs its own."
+    )
+    validation_subset: str | None = Field(
+        default=None, description="As data.subset, for data.validation_source; null for that of the same dataset."
     )
     validation_split: str = Field(default="validation", description="Held-out split.")
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
@@ -206,6 +213,13 @@ class Data(Section):
     max_prompt_tokens: Count = Field(default=512, description="Maximum number of tokens in a prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What to do with longer prompts.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
+
+    @property
+    def held_out(self) -> tuple[str, str | None]:
+        """Source of the held-out prompts, and its subset; `subset` applies to the training prompts' dataset alone."""
+        source = self.source if self.validation_source is None else self.validation_source
+        inherited = self.subset if source == self.source else None
+        return source, inherited if self.validation_subset is None else self.validation_subset
 
 
 class Rollout(Section):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 _RATE = "actor.optimizer.learning_rate"
 _EPOCHS = ("trainer.data_epochs", "passes over the training prompts; trainer.steps counts steps")
 _GPUS = ("placement.pools.main.ranks", "one rank per GPU; placement=one_gpu and placement=eight_gpus are presets")
+_SUBSET = ("data.subset", "the name of a dataset's configuration")
 
 # The key that is meant, and a remark or "", by the path that a user wrote.
 USUAL_NAMES: Mapping[str, tuple[str, str]] = {
@@ -12,7 +13,9 @@ USUAL_NAMES: Mapping[str, tuple[str, str]] = {
     "critic.lr": ("critic.optimizer.learning_rate", ""),
     **dict.fromkeys(("epochs", "num_epochs", "trainer.epoch", "trainer.epochs", "trainer.num_epochs"), _EPOCHS),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "trainer.gpus", "trainer.num_gpus", "placement.gpus"), _GPUS),
-    **dict.fromkeys(("data.path", "data.file", "data.files", "data.train", "data.name"), ("data.source", "")),
+    **dict.fromkeys(("data.path", "data.file", "data.files", "data.train"), ("data.source", "")),
+    **dict.fromkeys(("data.config_name", "data.config", "data.dataset_config", "data.configuration"), _SUBSET),
+    "data.name": ("data.source", "data.subset is the name of a dataset's configuration"),
     **dict.fromkeys(("data.train_file", "data.dataset", "dataset"), ("data.source", "")),
     **dict.fromkeys(("data.val_file", "data.validation_file", "data.test_file"), ("data.validation_source", "")),
     **dict.fromkeys(("model.name", "model.name_or_path"), ("model.path", "")),

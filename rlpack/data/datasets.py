@@ -6,6 +6,7 @@ A reader yields each row with its place (`file:line`, or `name, row k`), which e
 import importlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,8 @@ __all__ = ["Example", "PromptDataset", "SplitUse", "load_prompts"]
 
 Row = tuple[str, Mapping[str, Any]]
 _LONGEST_SHOWN, _LONGEST_REASON = 60, 500
+# The names of a dataset's configurations in the error of a missing or unknown one.
+_SUBSETS = re.compile(r"(?:Config name is missing\.[^[]*|BuilderConfig .* not found\. Available: )\[(.*?)\]", re.DOTALL)
 # Suffixes of local files; a source with one of them is never a dataset on the Hub.
 _FILE_SUFFIXES = frozenset(
     (*DATA_FILES, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
@@ -34,11 +37,15 @@ class SplitUse:
     Attributes:
         source_key: the key of the source.
         split_key: the key of the split.
+        subset_key: the key of the subset.
+        subset: name of the configuration of a dataset that has several; ignored for files.
         needs_demonstrations: whether every row needs a demonstration, if `completion_column` is set.
     """
 
     source_key: str = "data.source"
     split_key: str = "data.split"
+    subset_key: str = "data.subset"
+    subset: str | None = None
     needs_demonstrations: bool = True
 
 
@@ -287,10 +294,14 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
 
     check_hub(source, use.source_key)
     try:
-        table = _with_encoded_files(datasets.load_dataset(source, split=split))
+        table = _with_encoded_files(datasets.load_dataset(source, use.subset, split=split))
         for number, row in enumerate(table):
             yield f"{source}, row {number}", _with_local_files(dict(row), table.features)
     except Exception as error:  # every kind of file has its own errors; so do broken rows, shards and scripts
+        if names := _SUBSETS.search(str(error)):
+            shown = names[1].replace("'", "")
+            given = "has several subsets" if use.subset is None else f"has no subset {use.subset!r}"
+            raise DataError(f"dataset {source!r} {given}; set {use.subset_key} to one of {shown}") from error
         raise DataError(
             f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; "
             f"set {use.source_key} to a dataset on the Hub, a folder, a .jsonl or .parquet file, and {use.split_key} "

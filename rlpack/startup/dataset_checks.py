@@ -22,7 +22,7 @@ from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import role_batching, started_roles
 from rlpack.config.schema import Config, Data, builtin_roles
 from rlpack.data.arithmetic import ALPHABET, ArithmeticTask
-from rlpack.data.datasets import TRAINING, SplitUse, check_hub, load_prompts, local_path
+from rlpack.data.datasets import SplitUse, check_hub, load_prompts, local_path
 from rlpack.data.examples import (
     SPECIAL_TOKENS,
     Example,
@@ -258,13 +258,9 @@ def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) ->
     A dataset on the Hub is not read, but it has to exist, unless a job reads it.
     """
     data = config.data
-    held_out = SplitUse(
-        "data.source" if data.validation_source is None else "data.validation_source",
-        "data.validation_split",
-        needs_demonstrations=recipe_of(config).needs_demonstrations,
-    )
-    splits = {TRAINING: (data.source, data.split)} if both else {}
-    splits |= {held_out: (data.validation_source or data.source, data.validation_split)}
+    training = training_use(config)
+    splits = {training: (data.source, data.split)} if both else {}
+    splits |= {held_out_use(config): (data.held_out[0], data.validation_split)}
     generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
     for use, (source, split) in splits.items():
         if is_job and os.path.isabs(os.path.expanduser(source)):
@@ -273,7 +269,7 @@ def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) ->
             check_hub(source, use.source_key)
         if _is_small(source):
             yield (
-                use is TRAINING,
+                use is training,
                 load_prompts(
                     source,
                     split=split,
@@ -285,6 +281,27 @@ def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) ->
                     use=use,
                 ),
             )
+
+
+def training_use(config: Config) -> SplitUse:
+    """Return what the training split is for, and the keys that set it."""
+    return SplitUse(subset=config.data.subset)
+
+
+def held_out_use(config: Config) -> SplitUse:
+    """Return what the held-out split is for, and the keys that set it.
+
+    Its rows need demonstrations only if the recipe's own steps train on them.
+    """
+    data = config.data
+    is_own = data.validation_subset is not None or data.validation_source not in (None, data.source)
+    return SplitUse(
+        source_key="data.source" if data.validation_source is None else "data.validation_source",
+        split_key="data.validation_split",
+        subset_key="data.validation_subset" if is_own else "data.subset",
+        subset=data.held_out[1],
+        needs_demonstrations=recipe_of(config).needs_demonstrations,
+    )
 
 
 def _smaller(generator: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rlpack.checkpoint.commit import load_state, saved_steps
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.publish import MARKER
 from rlpack.checkpoint.validity import fault_of
-from rlpack.config.schema import BUILTIN_ROLES, Config, builtin_roles
+from rlpack.config.schema import BUILTIN_ROLES, Config, Data, builtin_roles
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
 from rlpack.observe.run_dir import CHECKPOINTS, holds_run
@@ -93,7 +93,7 @@ def run_config(state: Mapping[str, Any]) -> Config:
 
 def held_out_source(config: Config) -> str:
     """Return the source of a run's held-out prompts."""
-    return config.data.validation_source or config.data.source
+    return config.data.held_out[0]
 
 
 def with_dtype_of(run: Config | None, config: Config) -> Config:
@@ -117,7 +117,8 @@ def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
     saved = state["config"]
     values = {name: saved[name] for name in _SECTIONS if name in saved}
     data = values["data"]
-    values["data"] = data | {"source": data["validation_source"] or data["source"], "validation_source": None}
+    source, subset = Data.model_validate(data).held_out
+    values["data"] = data | {"source": source, "subset": subset, "validation_source": None, "validation_subset": None}
     own = {name: saved["roles"][name] for name in ("rollout", "reward") if name in saved["roles"]}
     builtin = {name: role.model_dump(mode="json") for name, role in builtin_roles().items()}
     values["roles"] = builtin | own

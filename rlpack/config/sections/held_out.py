@@ -11,6 +11,9 @@ class EvaluationSet(Section):
     """Further held-out prompts with a name: evaluation/<name>/* are their metrics."""
 
     source: str | None = Field(default=None, description="As data.source; null for that of the held-out prompts.")
+    subset: str | None = Field(
+        default=None, description="As data.subset, for this set; null for that of the same dataset."
+    )
     split: str | None = Field(default=None, description="Its split; null for data.validation_split.")
     limit: Count | None = Field(
         default=None, description="Maximum number of prompts, drawn with the seed; null for all."

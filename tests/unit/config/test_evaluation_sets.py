@@ -30,6 +30,43 @@ def test_what_a_set_leaves_out_is_that_of_the_run():
     assert set_configs(config)["math"] == config
 
 
+@pytest.mark.parametrize(
+    ("data", "keys", "of_set"),
+    [
+        ({"source": "a/b", "subset": "main"}, {"split": "test"}, ("a/b", "main")),
+        ({"source": "a/b", "subset": "main"}, {"source": "a/b", "split": "test"}, ("a/b", "main")),
+        ({"source": "a/b", "subset": "main"}, {"subset": "easy"}, ("a/b", "easy")),
+        ({"source": "a/b", "subset": "main"}, {"source": "c/d"}, ("c/d", None)),
+        ({"source": "a/b", "subset": "main", "validation_source": "e/f"}, {}, ("e/f", None)),
+        ({"source": "a/b", "validation_source": "e/f", "validation_subset": "x"}, {}, ("e/f", "x")),
+        ({"source": "a/b", "validation_source": "e/f", "validation_subset": "x"}, {"source": "c/d"}, ("c/d", None)),
+        ({"source": "a/b", "subset": "main", "validation_subset": "x"}, {"source": "a/b"}, ("a/b", "x")),
+    ],
+)
+def test_a_subset_applies_only_to_its_own_dataset(data: dict[str, Any], keys: dict[str, Any], of_set: tuple[str, Any]):
+    config = with_set(**keys, also={"data": {"completion_column": "solution", **data}})
+    assert set_configs(config)["math"].data.held_out == of_set
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "said"),
+    [
+        ({"subset": "main"}, {}, "data.subset is 'main', but the source is 'arithmetic', the built-in generator"),
+        (
+            {"source": "a/b", "validation_source": "x.jsonl", "validation_subset": "main"},
+            {},
+            "data.validation_subset is 'main', but the source is 'x.jsonl', a file",
+        ),
+        ({}, {"source": "x.jsonl", "subset": "main"}, "evaluation.sets.math.subset is 'main', but the source is 'x.js"),
+        ({"source": "a/b", "subset": " "}, {}, "data.subset is ' ', which is blank; set it, or null for none"),
+    ],
+)
+def test_a_subset_of_a_source_that_has_none_is_refused(data: dict[str, Any], keys: dict[str, Any], said: str):
+    with pytest.raises(ConfigError) as caught:
+        with_set(**keys, also={"data": {"completion_column": "solution", **data}})
+    assert any(problem.startswith(said) for problem in caught.value.problems)
+
+
 def test_a_set_has_its_own_prompts_and_its_own_reward():
     config = with_set(source="math.jsonl", split="test", reward_function="mine:f", reward_arguments={"x": 1})
     of_set = set_configs(config)["math"]

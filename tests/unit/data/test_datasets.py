@@ -1,3 +1,4 @@
+import itertools
 import json
 import re
 import socket
@@ -284,6 +285,36 @@ def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
     use = SplitUse("data.validation_source", "data.validation_split")
     with pytest.raises(DataError, match=r"; set data.validation_source to .* and data.validation_split to its split"):
         load(str(folder), split="test", use=use)
+
+
+@pytest.fixture
+def gsm8k(tmp_path, monkeypatch):
+    """Return a folder with two configurations, as GSM8K has on the Hub."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "gsm8k"
+    lines = ["---", "configs:"]
+    for name in ("main", "socratic"):
+        (folder / name).mkdir(parents=True)
+        lines += [f"- config_name: {name}", "  data_files:"]
+        for split in ("train", "test"):
+            row = {"prompt": f"{name} {split}", "answer": "2"}
+            (folder / name / f"{split}-00000.jsonl").write_text(json.dumps(row))
+            lines += [f"  - split: {split}", f"    path: {name}/{split}-*"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return str(folder)
+
+
+def test_a_subset_of_a_dataset_is_read_by_its_name(gsm8k):
+    for name, split in itertools.product(("main", "socratic"), ("train", "test")):
+        assert load(gsm8k, split=split, use=SplitUse(subset=name))[0].prompt == f"{name} {split}"
+
+
+def test_the_subsets_of_a_dataset_are_named_where_none_of_them_is_chosen(gsm8k):
+    with pytest.raises(DataError, match=r"gsm8k' has several subsets; set data.subset to one of main, socratic$"):
+        load(gsm8k)
+    use = SplitUse(subset_key="data.validation_subset", subset="easy")
+    with pytest.raises(DataError, match=r"has no subset 'easy'; set data.validation_subset to one of main, socratic$"):
+        load(gsm8k, use=use)
 
 
 def test_images_and_sounds_of_a_dataset_stay_bytes(tmp_path, monkeypatch):
