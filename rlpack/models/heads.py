@@ -5,12 +5,27 @@ Letters: T real tokens of the microbatch, N slots (padding included), d hidden s
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.packed import PackedModel
 from rlpack.models.row_parts import RowPart, own_places
+
+
+class ScalarHead(nn.Linear):
+    """A linear layer with one output that computes in fp32, whatever the dtype of its weights.
+
+    A product in bf16 would round values and scores to 8 significant bits, so that those from 8 to 16 would be multiples
+    of 1/16.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the scalars of hidden states of any dtype, [..., d]: fp32 [..., 1], fp64 if the weights are."""
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
 class ScalarHeadModel(PackedModel):
@@ -25,17 +40,17 @@ class ScalarHeadModel(PackedModel):
 
         Args:
             model: without a head (`base_model`).
-            head: None creates one of zeros, so a new critic predicts 0 for every token.
+            head: gives its weights to the model's; None for zeros, so that a new critic predicts 0 for every token.
         """
         super().__init__(model)
         # A new head gets its values here, even if the model has no weights yet.
         device = torch.device("cpu") if model.device.type == "meta" else model.device
-        self.head = nn.Linear(hidden_size(model), 1, dtype=model.dtype, device=device)
+        self.head = ScalarHead(hidden_size(model), 1, dtype=model.dtype, device=device)
         if head is None:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
         else:
-            self.head = head
+            self.head.weight, self.head.bias = head.weight, head.bias
 
     @property
     def pattern_root(self) -> nn.Module:
@@ -56,7 +71,7 @@ class ScalarHeadModel(PackedModel):
         hidden = self.hidden_states(inputs, part)
         if not self.has_outputs:
             return self.placeholders(hidden, inputs.num_tokens)
-        scalars = self._in_row_order(inputs, part, self.head(hidden.to(self.head.weight.dtype))[:, 0])
+        scalars = self._in_row_order(inputs, part, self.head(hidden)[:, 0])
         if not before_token:
             return scalars
         # In row order the previous entry is the previous token's, except at a row's first token.

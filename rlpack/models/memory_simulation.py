@@ -261,7 +261,7 @@ def _outputs(model: PackedModel, hidden: Tensor, *, entropy: bool) -> Tensor:
     if not model.has_outputs:
         return model.placeholders(hidden, 1).sum()
     if isinstance(model, ScalarHeadModel):
-        return model.head(hidden.to(model.head.weight.dtype)).float().sum()
+        return model.head(hidden).float().sum()
     labels = torch.zeros(len(hidden), dtype=torch.int64)
     logprobs, entropies = cast(Policy, model).score_states(hidden.index_select(0, labels), labels, entropy=entropy)
     return logprobs.sum() + entropies.sum()

@@ -50,6 +50,21 @@ def test_a_new_critic_predicts_zero_and_learns():
     assert critic.head.weight.grad.abs().max() > 0
 
 
+def test_scalars_of_a_bf16_model_are_computed_in_fp32():
+    model = tiny_model("qwen2", dtype=torch.bfloat16, initializer_range=0.02).base_model
+    head = head_of(model).to(torch.bfloat16)
+    head.bias.data.fill_(8.0)  # bf16 has only every sixteenth from 8 to 16
+    critic, inputs = ScalarHeadModel(model, head), pack_rows(ROWS)
+    hidden = critic.hidden_states(inputs, None)[inputs.slots]
+    scalars = critic(inputs, before_token=False)
+    assert scalars.dtype == torch.float32
+    expected = hidden.double() @ head.weight.double()[0] + 8.0
+    assert torch.allclose(scalars.double(), expected, rtol=0, atol=1e-5)
+    scalars.sum().backward()
+    assert critic.head.weight.grad is not None
+    assert torch.allclose(critic.head.weight.grad[0].double(), hidden.double().sum(0), rtol=1e-2, atol=1e-2)
+
+
 def test_the_isolation_check_sees_a_leak_behind_a_new_head(monkeypatch):
     critic = ScalarHeadModel(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
     check_isolation(critic, "cpu", VOCABULARY)
