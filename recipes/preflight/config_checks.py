@@ -55,6 +55,7 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.score_requests import api_key
+from rlpack.startup.answer_checks import answer_warnings
 from rlpack.startup.dataset_checks import answer_columns, check_enough_rows, check_reward_columns, check_stop_ids
 from rlpack.startup.function_sources import advantage_columns, uses_advantage
 from rlpack.user_code import describe_exception
@@ -218,6 +219,8 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes."""
     for split in splits:
         check_reward_columns(config, split.examples)
+        for warning in answer_warnings(config, split.examples, "the dataset"):
+            logger.warning("%s", warning)
     is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
     if is_custom or config.placement.address is not None:  # ranks on another machine check its kernel
         return

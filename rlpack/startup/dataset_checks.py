@@ -41,6 +41,7 @@ from rlpack.rewards.pool.call_queue import PoolSettings
 from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.pool.trial_import import import_functions
 from rlpack.rewards.signatures import Signature, check_signature
+from rlpack.startup.answer_checks import check_answers
 from rlpack.startup.data_epochs import with_steps
 from rlpack.startup.reward_function_sources import signature_in_source
 
@@ -181,7 +182,8 @@ def check_reward_columns(
         is_job: whether the functions are read from their sources instead, as far as these tell.
 
     Raises:
-        RewardError: a function can't be found, or can't be called with the columns and its arguments.
+        RewardError: a function can't be found, or can't be called with the columns and its arguments; or all answers
+            contain the marker of `final_answer`.
         DataError: a function reads a column with a value that JSON can't hold.
     """
     columns = column_names(examples)
@@ -216,6 +218,7 @@ def check_reward_columns(
             )
             read = signature.select_columns(("answer", *columns), arguments)
             _check_values(config.data, examples, read, f"{key}.function={signature.name}", source)
+    check_answers(config, examples, source)
 
 
 def _check_values(data: Data, examples: Sequence[Example], read: Sequence[str], function: str, source: str) -> None:
