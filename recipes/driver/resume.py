@@ -10,6 +10,7 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.restricted import INDEX, read_index
 from rlpack.config.schema import Config
 from rlpack.data.prompts import Prompts
+from rlpack.data.tools import COLUMN as TOOLS
 from rlpack.recipes.driver.progress import Progress
 from rlpack.startup.same_run import check_fields, check_same_run, check_steps, other_fields
 
@@ -127,8 +128,16 @@ def check_same_prompts(checkpoint: LoadedCheckpoint, config: Config, prompts: Pr
                     "built from the characters of all prompts, and evaluation.sets has changed; restore the sets, or "
                     "choose another run_dir"
                 )
-            dated = ", or its chat template or tokenizer has changed, or an earlier version wrote it on another day"
             raise DataError(
                 f"{source} has other rows than when the checkpoint {checkpoint.path} was written"
-                f"{'' if split.dated_by is None else dated}; restore them, or choose another run_dir"
+                f"{_other_causes(config, split)}; restore them, or choose another run_dir"
             )
+
+
+def _other_causes(config: Config, split: Prompts) -> str:
+    """Return why prompts that a chat template renders may differ from those of a checkpoint, though no row does."""
+    if split.dated_by is not None:
+        return ", or its chat template or tokenizer has changed, or an earlier version wrote it on another day"
+    if config.data.chat_template and TOOLS in split.column_names:
+        return f", or an earlier version wrote it, which left the column {TOOLS} out of the prompts"
+    return ""

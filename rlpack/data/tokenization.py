@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlpack.batch.errors import DataError
 from rlpack.data.examples import SPECIAL_TOKENS, Example, Message, Prompt, conversation, prompt_text
+from rlpack.data.tools import tools_of
 
 PAD, EOS, UNKNOWN = SPECIAL_TOKENS
 
@@ -85,10 +86,12 @@ def tokenize_prompts(
         tokenizer: any tokenizer. Tokens that it adds before a text (beginning of sequence) are kept; an
             end-of-sequence token after it is removed.
         examples: prompts of text, or of chat messages.
-        chat_template: render prompts through the tokenizer's chat template, text as one user message.
+        chat_template: render prompts through the tokenizer's chat template, text as one user message, and messages
+            with the tools in their example's column `tools`.
 
     Raises:
-        DataError: messages without a chat template, text that the tokenizer cannot encode, or an empty prompt.
+        DataError: messages without a chat template, a column `tools` with other values than tools, text that the
+            tokenizer cannot encode, or an empty prompt.
     """
     specials = _special_tokens(tokenizer)
     has_template = tokenizer.chat_template is not None
@@ -96,7 +99,8 @@ def tokenize_prompts(
         for example in () if has_template else examples:
             prompt_text(example, has_template=False)
         encoded = [
-            _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials) for example in examples
+            _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials, tools_of(example))
+            for example in examples
         ]
     else:
         texts = [prompt_text(example, has_template=has_template) for example in examples]
@@ -276,18 +280,23 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: st
 
 
 def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, specials: _SpecialTokens
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    specials: _SpecialTokens,
+    tools: list[dict[str, Any]] | None,
 ) -> list[int]:
     """Return the token ids of a conversation, with the template's generation prompt.
 
-    Special tokens in a message are replaced by markers while the template is rendered, and encoded as characters.
+    Special tokens in messages and tools are replaced by markers while the template is rendered, and encoded as
+    characters.
     """
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: {tokenizer_name(tokenizer)} has no chat template; set data.chat_template=false, or "
             "model.tokenizer to one that has one"
         )
-    marker, escaped = _unused_character([*_texts(messages), str(tokenizer.chat_template)])
+    marker, escaped = _unused_character([*_texts([messages, tools]), str(tokenizer.chat_template)])
     replaced: list[str] = []
 
     def replace(match: re.Match[str]) -> str:
@@ -296,7 +305,7 @@ def _encode_messages(
 
     mark = partial(specials.pattern.sub, replace)
     marked = [{**_map_texts(message, mark), "role": message["role"]} for message in messages]
-    rendered = _render(tokenizer, marked, where).replace(escaped, marker)
+    rendered = _render(tokenizer, marked, where, _map_texts(tools, mark)).replace(escaped, marker)
     ids: list[int] = []
     for number, piece in enumerate(rendered.split(marker)):
         is_replaced = number % 2 == 1
@@ -351,10 +360,16 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     """Return the conversation rendered by the chat template."""
     try:
-        rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+        rendered: Any = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program: it may divide by 0, for example, or not even be a string
         reason = str(error) or type(error).__name__
         raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {reason}") from error

@@ -99,6 +99,10 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         check_same_prompts(resumed, Config(), before, after)
     with pytest.raises(DataError, match=r"step-4 was written, or its chat template or tokenizer has changed, or .*day"):
         check_same_prompts(resumed, Config(), replace(after, dated_by="tokenizer and template"), before)
+    examples = [replace(example, columns={"tools": []}) for example in after.examples]
+    rendered = Config(data=Data(chat_template=True))
+    with pytest.raises(DataError, match="or an earlier version wrote it, which left the column tools out"):
+        check_same_prompts(resumed, rendered, replace(after, examples=examples), before)
 
 
 def test_a_set_that_gives_the_tokenizer_other_characters_is_named(tmp_path):
