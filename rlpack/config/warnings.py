@@ -15,6 +15,8 @@ from rlpack.config.sections.value_models import Critic, RewardModel
 
 # Losses that don't read `clip_low` and `clip_high`.
 _WITHOUT_CLIPPING = ("reinforce", "sapo", "kl_cov")
+# `clip_low` and `clip_high` of the papers, where they differ much from `ppo_clip`'s: the defaults of the functions.
+_PAPER_BOUNDS = {"gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4), "cispo": (1.0, 0.28), "dppo_kl": (0.05, 0.05)}
 # Keys of `algorithm` that built-in presets set for their own loss and KL term, which a command may replace.
 _IN_PRESETS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.kl_estimator")
 
@@ -39,6 +41,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_untaught_model(config),
         *_unread_sections(config),
         *_unread_keys(config, given),
+        *_foreign_bounds(config, given),
         *_unread_correction(config),
         *_unmeasured_lag(config),
         *_unread_layout(config),
@@ -142,6 +145,26 @@ def _unread_in(algorithm: Algorithm) -> dict[str, str]:
     return reasons
 
 
+def _foreign_bounds(config: Config, given: Collection[str] | None) -> Iterator[str]:
+    """Yield a warning if a command leaves a loss the default bounds, which are those of `ppo_clip`.
+
+    A config doesn't tell which keys its presets set, so a preset is recognized by other bounds.
+    """
+    algorithm, default = config.algorithm, Algorithm()
+    if given is None or algorithm.loss not in _PAPER_BOUNDS or "algorithm.loss" in recipe_of(config).ignores:
+        return
+    bounds = (default.clip_low, default.clip_high)
+    is_set = "algorithm.clip_low" in given or "algorithm.clip_high" in given
+    if not is_set and (algorithm.clip_low, algorithm.clip_high) == bounds:
+        low, high = _PAPER_BOUNDS[algorithm.loss]
+        preset = "" if algorithm.loss == "dppo_kl" else f", or use recipe={algorithm.loss}, which sets its own"
+        yield (
+            f"algorithm.loss is {algorithm.loss}, but algorithm.clip_low and algorithm.clip_high are {bounds[0]:g} and "
+            f"{bounds[1]:g}, the bounds of ppo_clip; set those of the paper "
+            f"(algorithm.clip_low={low:g} algorithm.clip_high={high:g}){preset}"
+        )
+
+
 def _unread_correction(config: Config) -> Iterator[str]:
     """Yield keys of `algorithm.correction` that are set without effect."""
     correction, key = config.algorithm.correction, "algorithm.correction"
@@ -184,9 +207,11 @@ def _unread_layout(config: Config) -> Iterator[str]:
 
 def _unread_revisions(config: Config) -> Iterator[str]:
     model, critic = config.model, config.critic
-    places = [place for place in (model.path, model.tokenizer) if place is not None]
-    if model.revision is not None and not model.trust_remote_code and all(map(_is_folder, places)):
+    is_folder = model.path is not None and _is_folder(model.path)
+    if model.revision is not None and not model.trust_remote_code and is_folder:
         yield f"model.revision is {model.revision!r} but unused: model.path is a folder"
+    if model.tokenizer_revision is not None and model.tokenizer is not None and _is_folder(model.tokenizer):
+        yield f"model.tokenizer_revision is {model.tokenizer_revision!r} but unused: model.tokenizer is a folder"
     if critic.revision is not None and critic.path is not None and _is_folder(critic.path):
         yield f"critic.revision is {critic.revision!r} but unused: critic.path is a folder"
 

@@ -120,3 +120,31 @@ def test_groups_are_odd_in_supervised_steps_if_the_command_asks_for_them():
 def test_a_value_of_a_preset_is_not_spoken_of(overrides: list[str], said: list[str]):
     given = {override.partition("=")[0] for override in overrides}
     assert [text.partition(" is ")[0] for text in config_warnings(compose(overrides), given)] == said
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "dppo_kl"])
+def test_a_loss_with_the_bounds_of_another_one_is_odd(loss: str):
+    defaults = signature(LOSSES[loss]).parameters
+    low, high = defaults["clip_low"].default, defaults["clip_high"].default
+    (found,) = config_warnings(compose([f"algorithm.loss={loss}"]), {"algorithm.loss"})
+    assert found.startswith(
+        f"algorithm.loss is {loss}, but algorithm.clip_low and algorithm.clip_high are 0.2 and 0.28"
+    )
+    assert f"set those of the paper (algorithm.clip_low={low:g} algorithm.clip_high={high:g})" in found
+    assert (f"use recipe={loss}" in found) == (loss != "dppo_kl")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["recipe=gspo"],
+        ["recipe=gmpo"],
+        ["recipe=cispo"],
+        ["algorithm.loss=gspo", "algorithm.clip_low=0.2"],
+        ["algorithm.loss=cispo", "algorithm.clip_high=0.28"],
+        ["algorithm.loss=dppo_tv"],
+        ["algorithm.loss=ppo_clip"],
+    ],
+)
+def test_bounds_of_a_preset_or_of_the_command_are_not_odd(overrides: list[str]):
+    assert config_warnings(compose(overrides), {override.partition("=")[0] for override in overrides}) == []
