@@ -1,5 +1,6 @@
 """Examples of a dataset, and the checks on their text when they are loaded."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,7 +104,13 @@ def conversation(prompt: Prompt) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    return "\n".join(f"{message.get('role')}: {_content(message)}" for message in prompt)
+
+
+def _content(message: Message) -> str:
+    """Return a message's text, or its tool calls as JSON if it has only these."""
+    content = message.get("content")
+    return json.dumps(message.get("tool_calls"), ensure_ascii=False, default=str) if content is None else content
 
 
 def overlong_error(example: Example, name: str, num_tokens: int, max_tokens: int) -> DataError:
@@ -168,7 +175,7 @@ def characters(examples: Iterable[Example]) -> str:
     """
     alphabet: set[str] = set()
     for example in examples:
-        prompt = example.prompt if isinstance(example.prompt, str) else "".join(m["content"] for m in example.prompt)
+        prompt = example.prompt if isinstance(example.prompt, str) else "".join(map(_content, example.prompt))
         alphabet.update(prompt, example.demonstration or "", "" if example.answer is None else str(example.answer))
     return "".join(sorted(alphabet))
 
@@ -270,7 +277,14 @@ def _check_message(message: Any, what: str) -> Message:
         raise DataError(f"{what} is {message!r}; it must be an object with role and content")
     if message.get("role") not in ROLES:
         raise DataError(f"{what} has role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
-    check_text(message.get("content"), f"{what}: content", allow_blank=True)
+    calls_tools = message["role"] == "assistant" and message.get("tool_calls")
+    if message.get("content") is None and not calls_tools:
+        raise DataError(
+            f"{what}: content is None or missing; give it text, which may be empty; only an assistant's message with "
+            "tool_calls needs none"
+        )
+    if message.get("content") is not None:
+        check_text(message["content"], f"{what}: content", allow_blank=True)
     for key, value in message.items():
         if isinstance(value, str):  # a chat template may render any of them
             check_text(value, f"{what}: {key}", allow_blank=True)
