@@ -53,7 +53,7 @@ _READ = (*_GROUPS, "evaluate", "seed", "roles", "judge", "job")
 # Keys that name prompts different from those of the run.
 _PROMPTS = {"data", "data.source", "data.validation_source"}
 _ROLES = ("rollout", "reward")
-_READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
+_READ_OF_MODEL = ("tokenizer", "revision", "tokenizer_revision", "trust_remote_code")
 # Arguments of vLLM about the files that it loads.
 _LOADERS = ("load_format", "model_loader_extra_config")
 

@@ -200,6 +200,11 @@ def _model(config: Config) -> Iterator[str]:
     for name, section in (("model", model), ("critic", config.critic), ("reward_model", config.reward_model)):
         if section.revision is not None and section.path is None:
             yield f"{name}.revision is {section.revision!r}, but {name}.path is null; a revision needs a hub model"
+    if model.tokenizer_revision is not None and model.tokenizer in (None, model.path):
+        yield (
+            f"model.tokenizer_revision is {model.tokenizer_revision!r}, but the tokenizer is that of model.path, which "
+            "has model.revision; set model.tokenizer to another, or model.tokenizer_revision=null"
+        )
     if model.trust_remote_code and (model.path is None or model.revision is None):
         yield (
             "model.trust_remote_code is true, but code from the hub runs only at a pinned commit; "

@@ -177,6 +177,9 @@ class Model(Section):
         default=None, description="Folder or Hub name; null for that of model.path, or characters for a new model."
     )
     revision: str | None = Field(default=None, description="Pinned revision of a model on the Hub.")
+    tokenizer_revision: str | None = Field(
+        default=None, description="Pinned revision of model.tokenizer on the Hub, if that isn't model.path."
+    )
     trust_remote_code: bool = Field(
         default=False, description="Run code from the model's repository; needs model.revision."
     )
@@ -188,10 +191,7 @@ class Data(Section):
     source: str = Field(
         default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or the name of a dataset on the Hub."
     )
-    subset: str | None = Field(
-        default=None,
-        description="Name of the configuration of a dataset on the Hub that has several, such as GSM8K's main.",
-    )
+    subset: str | None = Field(default=None, description="Configuration of a Hub dataset, such as GSM8K's main.")
     split: str = Field(default="train", description="Training split (Hub and generator).")
     fraction: Unit = Field(
         default=1.0, description="Share of the training prompts that is used, drawn with the seed; at least one."

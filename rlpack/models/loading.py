@@ -34,7 +34,7 @@ from rlpack.models.errors import (
     other_tokenizer_error,
     remote_code_error,
 )
-from rlpack.models.hub_models import hub_model_problem
+from rlpack.models.hub_models import hub_model_problem, revision_key, revision_of
 from rlpack.models.new_config import new_config
 from rlpack.models.quantized import dequantizing_arguments, forget_quantization, to_fp32
 from rlpack.models.stored_weights import check_missing, untie_config
@@ -285,13 +285,14 @@ def hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str,
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise ModelError(f"{key} is {name!r}, which is not a folder; set a folder with config.json, or a hub name")
-    if model.trust_remote_code and model.revision is None:
+    revision = revision_of(model, key)
+    if model.trust_remote_code and revision is None:
         section = key.partition(".")[0]
         raise ModelError(
-            f"{section}.trust_remote_code=true would run the newest code from {name!r}; pin it with {section}.revision"
+            f"{section}.trust_remote_code=true would run the newest code from {name!r}; pin it with {revision_key(key)}"
         )
-    arguments = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
-    if problem := hub_model_problem(key, name, model.revision):
+    arguments = {"trust_remote_code": model.trust_remote_code, "revision": revision}
+    if problem := hub_model_problem(key, name, revision):
         _log.warning("the hub can't be asked for %s (%s); loading it from the local cache", name, problem)
         arguments["local_files_only"] = True
     return arguments

@@ -16,7 +16,7 @@ from rlpack.data.examples import SPECIAL_TOKENS
 from rlpack.data.hub import Repository
 from rlpack.models.errors import ModelError, no_end_problem, other_tokenizer_error
 from rlpack.models.file_names import INDEX, WEIGHTS
-from rlpack.models.hub_models import hub_model_problem
+from rlpack.models.hub_models import hub_model_problem, revision_of
 from rlpack.observe.run_dir import CONFIG, METRICS, MODEL
 from rlpack.path_suggestions import suggest_path
 from rlpack.safe_files import open_regular, parse_json, read_object
@@ -64,7 +64,7 @@ def _sources(config: Config) -> Iterator[tuple[str, str, str | None]]:
     model, roles = config.model, started_roles(config)
     loaded: list[tuple[str, str | None, str | None]] = [
         ("model.path", model.path, model.revision),
-        ("model.tokenizer", model.tokenizer, model.revision),
+        ("model.tokenizer", model.tokenizer, revision_of(model, "model.tokenizer")),
     ]
     loaded += [("critic.path", config.critic.path, config.critic.revision)] if "critic" in roles else []
     scorer = config.reward_model

@@ -159,6 +159,11 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
         ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision needs a hub model"),
+        ({"model": {"path": "a/b", "tokenizer_revision": "abc"}}, "but the tokenizer is that of model.path"),
+        (
+            {"model": {"path": "a/b", "tokenizer": "a/b", "tokenizer_revision": "abc"}},
+            "set model.tokenizer to another, or model.tokenizer_revision=null",
+        ),
         ({"critic": {"revision": "abc"}}, "critic.revision is 'abc', but critic.path is null"),
         ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
         ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, but x.jsonl is one file without splits"),

@@ -217,6 +217,13 @@ def test_remote_code_needs_a_pinned_revision(monkeypatch):
         build_causal_lm(Model(path="nobody/nothing-here", trust_remote_code=True))
 
 
+def test_a_tokenizer_from_another_repository_has_its_own_revision(monkeypatch):
+    unreachable(monkeypatch, AssertionError("the hub was asked"))
+    model = Model(path="a/model", tokenizer="a/tokenizer", revision="abc", trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"newest code from 'a/tokenizer'; pin it with model\.tokenizer_revision"):
+        load_tokenizer(model)
+
+
 def test_a_missing_tokenizer_is_an_error():
     with pytest.raises(ModelError, match=r"neither model\.tokenizer nor model\.path"):
         load_tokenizer(Model())

@@ -22,7 +22,8 @@ def test_answers_that_no_response_can_equal_are_refused():
     assert str(caught.value) == (
         f"reward.function is {FINAL_ANSWER}, which compares the text after a response's last '#', but 2 of the 2 "
         "answers in gsm.jsonl (data.answer_column=answer) contain '#', such as '48 + 24 = 72\\n#### 72', so no "
-        "response can equal them; store only the text after '#' there, or set reward.function=rlpack.rewards.math:equivalent"
+        "response can equal them; store only the text after '#' there, or set "
+        "reward.function=rlpack.rewards.math:equivalent"
     )
     named = Reward(functions={"right": RewardFunction(function=FINAL_ANSWER, arguments={"marker": "####"})})
     with pytest.raises(

@@ -10,7 +10,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config, Model, Rollout
 from rlpack.data.hub import NotOnHubError
 from rlpack.models.errors import ModelError
-from rlpack.startup.model_files import check_model_files, weight_problems
+from rlpack.startup.model_files import check_model_files, hub_models, weight_problems
 from tests.builders import tiny_tokenizer
 
 TENSORS = {"a": torch.zeros(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
@@ -136,6 +136,20 @@ def test_the_nearest_folder_is_offered(folder):
 
 def test_the_home_of_a_user_who_does_not_exist_is_no_folder():
     assert refusal(Path("~nobody-here/model")).startswith("model.path is '~nobody-here/model', which is not a folder")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "own", "revisions"),
+    [
+        (None, None, {("a/model", "abc")}),
+        ("a/model", None, {("a/model", "abc")}),
+        ("a/tokenizer", None, {("a/model", "abc"), ("a/tokenizer", None)}),
+        ("a/tokenizer", "def", {("a/model", "abc"), ("a/tokenizer", "def")}),
+    ],
+)
+def test_the_revision_of_a_model_is_not_that_of_another_tokenizer(tokenizer, own, revisions):
+    model = Model(path="a/model", tokenizer=tokenizer, revision="abc", tokenizer_revision=own)
+    assert {(one.name, one.revision) for one in hub_models(Config(model=model))} == revisions
 
 
 def test_a_model_that_neither_the_hub_nor_its_cache_has_is_refused(monkeypatch):
