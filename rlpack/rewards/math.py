@@ -24,19 +24,32 @@ try:
         Abs,
         Add,
         Basic,
+        Equality,
         Expr,
         Float,
         Integer,
         MatrixBase,
         Mul,
+        Number,
+        NumberSymbol,
         Pow,
         Rational,
+        Symbol,
+        UnevaluatedExpr,
+        binomial,
         ceiling,
+        exp,
+        expand,
+        factorial,
         floor,
         log,
         nsimplify,
+        preorder_traversal,
+        radsimp,
     )
     from sympy.concrete.expr_with_limits import ExprWithLimits
+    from sympy.core.function import AppliedUndef
+    from sympy.core.numbers import ImaginaryUnit
     from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
 except ImportError as error:
     raise RewardError(
@@ -49,6 +62,11 @@ logger = logging.getLogger(__name__)
 _MOST_BITS = 1 << 13
 # Functions whose values are about as large as their arguments, or smaller.
 _SMALL_FUNCTIONS = (Add, Mul, Abs, InverseTrigonometricFunction, TrigonometricFunction, ceiling, floor, log)
+# Expressions of these alone are computed.
+_COMPUTED = (*_SMALL_FUNCTIONS, Number, NumberSymbol, ImaginaryUnit, Symbol, Pow, exp, factorial, binomial)
+_PERCENT = UnevaluatedExpr(Rational(1, 100))  # as the library has it
+_MOST_BITS_OF_ROOT = 256  # sympy looks for the number's factors
+_MOST_TERMS = 32  # of numbers that are multiplied out
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
 _PERCENTAGE = re.compile(r"([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d*\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?))\s*\\?%")
 _DOLLAR_SIGN = re.compile(r"(?<!\\)\\+\$")
@@ -81,13 +99,16 @@ def equivalent(completion: str, answer: object) -> float | None:
 
 
 def final_answer_text(completion: str) -> str | None:
-    r"""Return the final answer of a completion as text, None if there is none; decimal numbers become fractions.
+    r"""Return the final answer of a completion as text, None if there is none.
 
+    Numbers are computed, and their roots reduced; decimal numbers become fractions; `x = 5` and 5 % are 5.
     An answer whose value has thousands of digits, such as $9^{9^9}$, is returned as it is written. So this takes little
     more time than `equivalent` does, if that returned a number or None.
 
     >>> final_answer_text(r"So it is $\\frac{2}{4}$."), final_answer_text("It is 0.5."), final_answer_text("It is not.")
     ('1/2', '1/2', None)
+    >>> final_answer_text(r"\\boxed{x = \\frac{1}{\\sqrt 2}}"), final_answer_text(r"\\boxed{2^{10}}")
+    ('sqrt(2)/2', '1024')
     >>> final_answer_text(r"\\boxed{0.5^{1000000000}}")
     '0.5^{1000000000}'
     """
@@ -96,13 +117,69 @@ def final_answer_text(completion: str) -> str | None:
         return None
     if letters := letters_of(_as_written(completion, parsed)):
         return letters
-    answer = parsed[0]
+    answer = _without_symbol(parsed[0])
     try:
         if _num_bits(answer) <= _MOST_BITS:
-            return str(nsimplify(answer, rational=True) if isinstance(answer, Expr) else answer)
+            return str(_simplified(answer) if isinstance(answer, Expr) else answer)
     except Exception:  # sympy's errors have no common class
         logger.debug("the final answer can't be simplified: %.200r", parsed[-1], exc_info=True)
     return parsed[-1] if isinstance(parsed[-1], str) else None
+
+
+def _without_symbol(answer: Any) -> Any:
+    """Return the right side of an equation whose left side is a symbol or a function; other answers as they are."""
+    match answer:
+        case Equality(lhs=Symbol() | AppliedUndef() as left, rhs=Expr() as value) if not value.has(left):
+            return value
+    return answer
+
+
+def _simplified(answer: Expr) -> Expr:
+    """Return a form that many equal expressions share, of one whose numbers have few bits."""
+    fractions = {number: nsimplify(number, rational=True) for number in answer.atoms(Float)}
+    value = answer.xreplace({_PERCENT: Integer(1), **fractions})
+    if not all(map(_is_cheap, preorder_traversal(value))):
+        return value
+    value = value.doit()
+    if value.free_symbols or _num_terms(value) > _MOST_TERMS or _has_nested_sums(value):
+        return value
+    return expand(radsimp(value))
+
+
+def _has_nested_sums(value: Expr) -> bool:
+    """Whether a power of a sum is in another; the time to reduce such roots and fractions is exponential in depth."""
+    powers = [power for power in value.atoms(Pow) if power.base.is_Add]
+    return any(inner.base.is_Add for power in powers for inner in power.base.atoms(Pow))
+
+
+def _is_cheap(part: Basic) -> bool:
+    """Whether sympy computes a part of an expression in little time, unlike limits or roots of large numbers."""
+    match part:
+        case Pow(exp=Integer()):
+            return True
+        case Pow():
+            return bool(part.free_symbols) or _num_bits(part.base) <= _MOST_BITS_OF_ROOT
+        case log():
+            return sum(map(_num_bits, part.args)) <= _MOST_BITS_OF_ROOT
+        case _:
+            return isinstance(part, _COMPUTED)
+
+
+def _num_terms(value: Basic) -> float:
+    """Return an upper bound on the terms of an expression that is multiplied out.
+
+    >>> _num_terms((1 + Pow(2, Rational(1, 2))) ** 5), _num_terms(Integer(2) * 3)
+    (32, 1)
+    """
+    terms = [_num_terms(arg) for arg in value.args]
+    match value:
+        case Add():
+            return sum(terms)
+        case Pow(exp=Integer()) if terms[0] > 1:
+            num_factors = abs(int(value.exp))
+            return terms[0] ** num_factors if num_factors <= _MOST_TERMS else math.inf
+        case _:
+            return math.prod(terms)
 
 
 def _num_bits(value: Any) -> float:

@@ -1,4 +1,5 @@
 import time
+from math import factorial
 
 import pytest
 
@@ -259,14 +260,14 @@ def test_the_time_to_rewrite_numbers_is_in_proportion_to_the_text(text):
         (r"\boxed{x^{0.5}}", "sqrt(x)"),
         (r"\boxed{1.1^{10}}", "25937424601/10000000000"),
         (r"\boxed{\sin(0.5)}", "sin(1/2)"),
-        (r"\boxed{10!}", "factorial(10)"),
-        (r"\boxed{3^{2023}}", "3**2023"),
-        (r"\boxed{x = 2}", "Eq(x, 2)"),
+        (r"\boxed{10!}", "3628800"),
+        (r"\boxed{3^{2023}}", str(3**2023)),
+        (r"\boxed{x = 2}", "2"),
         (r"\boxed{\{2, 3\}}", "{2, 3}"),
         (r"\boxed{\infty}", "oo"),
-        (r"\boxed{100!}", "factorial(100)"),
+        (r"\boxed{100!}", str(factorial(100))),
         (r"\boxed{2*pi}", "2*pi"),
-        (r"\boxed{2^{2^{2^2}}}", "2**(2**(2**2))"),
+        (r"\boxed{2^{2^{2^2}}}", "65536"),
         (r"\boxed{100e^{0.05t}}", "100*exp(t/20)"),
         (r"\boxed{\arctan(0.1x)}", "atan(x/10)"),
         (r"\boxed{\sinh(0.1x)}", "sinh(x/10)"),
@@ -277,6 +278,78 @@ def test_the_time_to_rewrite_numbers_is_in_proportion_to_the_text(text):
 )
 def test_the_text_of_an_answer_is_its_value_with_fractions(completion, text):
     assert final_answer_text(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        ("sqrt(2)/2", [r"\frac{1}{\sqrt2}", r"\frac{\sqrt2}{2}", r"\sqrt{\frac12}", r"x = \sqrt{0.5}", r"2^{-1/2}"]),
+        ("5", ["5", "x=5", "x = 2 + 3", r"5\%", "5%", "f(x) = 5", "5.0", r"\frac{10}{2}", r"\sqrt{25}", "5 eggs"]),
+        ("1/2", ["0.5", r"\frac24", r"0.5\%", r"\sin(\frac{\pi}{6})", r"\log_4 2"]),
+        ("1024", ["1024", "2^{10}", r"4^5", r"\binom{1024}{1}", "1,024", r"1\,024"]),
+        ("2*sqrt(3)", [r"2\sqrt{3}", r"\sqrt{12}", r"\frac{6}{\sqrt3}", r"y = \sqrt3+\sqrt3"]),
+        ("-1 + sqrt(2)", [r"\sqrt2-1", r"\frac{1}{1+\sqrt2}", r"\sqrt{2} - 1.0"]),
+        ("3 - 2*sqrt(2)", [r"(1-\sqrt2)^2", r"3-\sqrt8"]),
+        ("2*x + 3", ["y=2x+3", "3+2x"]),
+    ],
+)
+def test_equal_answers_have_the_same_text(text, answers):
+    assert {final_answer_text(rf"\boxed{{{answer}}}") for answer in answers} == {text}
+    assert {equivalent(rf"\boxed{{{answer}}}", answers[0]) for answer in answers} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("5", "-5"),
+        ("5", "x>5"),
+        ("5", "2x=5"),
+        ("0.5", "50"),
+        (r"\sqrt{12}", r"3\sqrt{2}"),
+        (r"\frac{1}{1+\sqrt2}", r"1-\sqrt2"),
+        ("x=x+1", "x+1"),
+        ("x+y=5", "5"),
+        ("2^{10}", "1025"),
+    ],
+)
+def test_different_answers_have_different_texts(one, other):
+    assert final_answer_text(rf"\boxed{{{one}}}") != final_answer_text(rf"\boxed{{{other}}}")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\sqrt{" + DIGITS[:2400] + "}",
+        r"\sqrt[3]{" + DIGITS[:2400] + r"}+\sqrt{" + DIGITS[1:2400] + "}",
+        r"\log_{" + DIGITS[:1200] + "}{" + DIGITS[1:1200] + "}",
+        r"\sin(" + DIGITS[:2400] + r"\pi)",
+        r"(1+\sqrt2)^{1000}",
+        "".join(rf"(1+\sqrt{{{number}}})" for number in range(2, 32)),
+        r"\frac{1}{" + "+".join(rf"\sqrt{{{number}}}" for number in (2, 3, 5, 7, 11, 13, 17)) + "}",
+        r"\frac{1}{1+" * 20 + r"\sqrt2" + "}" * 20,
+        r"\sqrt{1+" * 20 + r"\sqrt2" + "}" * 20,
+        r"\frac{1}{\sqrt{1+" * 12 + r"\sqrt2" + "}}" * 12,
+        "+".join(rf"\frac{{1}}{{1+\sqrt{{{number}}}}}" for number in range(2, 18)),
+        "".join(rf"\frac{{1}}{{1+\sqrt{{{number}}}}}" for number in range(2, 7)),
+        r"\frac{1}{" + "+".join(rf"\sqrt[3]{{{number}}}" for number in range(2, 33)) + "}",
+        r"\frac{\sqrt{2}+\sqrt{3}}{" + "+".join(rf"\sqrt{{{number}}}" for number in (5, 7, 11, 13)) + "}",
+        rf"\sqrt{{{(10**37 + 43) * (10**38 + 133)}}}",
+        rf"\log_{{{10**37 + 43}}}{{{(10**37 + 43) ** 1}}}",
+        r"(1+2i)^{1000}",
+        "800!",
+        r"\lim_{x \to 0} \frac{\sin^9 x}{x^9}",
+        r"\arctan(" + DIGITS[:2400] + ")",
+        "x^{2000}+(x+1)^{2000}",
+    ],
+    ids=lambda answer: answer[:30],
+)
+def test_answers_are_simplified_in_little_time(answer):
+    completion = rf"\boxed{{{answer}}}"
+    began = time.monotonic()
+    math._parse_response(completion)
+    read = time.monotonic()
+    assert final_answer_text(completion)
+    assert time.monotonic() - read < 5.0 + 2 * (read - began)
 
 
 @pytest.mark.parametrize("answer", ["e^{-0.1x}", "e^{-0.1 x}", r"\exp(-0.1x)", r"e^{-x \cdot 0.1}"])
@@ -317,7 +390,7 @@ def test_an_answer_with_very_large_numbers_is_left_as_it_is_written(answer):
 
 def test_an_answer_that_sympy_can_not_simplify_is_left_as_it_is_written(monkeypatch):
     monkeypatch.setattr(math, "nsimplify", lambda *_, **__: 1 / 0)
-    assert final_answer_text(r"\boxed{\frac{2}{4}}") == r"\frac{2}{4}"
+    assert final_answer_text(r"\boxed{\frac{0.5}{4}}") == r"\frac{0.5}{4}"
 
 
 @pytest.mark.parametrize("answer", [None, "", "7"])

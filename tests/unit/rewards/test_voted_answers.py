@@ -40,6 +40,26 @@ def test_equivalent_mathematics_is_one_answer():
     assert equivalent(responses[0], "0.5") == equivalent(responses[1], "0.5") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "one", "other", "wrong"),
+    [
+        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt2}", r"\frac{\sqrt2}{2}", r"\frac12"),
+        ("5", "5", "x=5", "6"),
+        ("50", "50", r"50\%", "60"),
+        ("1024", "1024", "2^{10}", "512"),
+        (r"2\sqrt3", r"2\sqrt{3}", r"\sqrt{12}", "3"),
+        ("10000", "10000", r"10\,000", "0"),
+        ("HHT", "HHT", r"\text{HHT}", "THH"),
+        ("18", "18 dollars", r"\$18", "1"),
+    ],
+)
+def test_an_answer_that_is_written_in_two_ways_wins_over_one_that_is_rarer(answer, one, other, wrong):
+    responses = [rf"\boxed{{{said}}}" for said in (one, other, wrong, one, other, wrong, wrong)]
+    vote = majority([reader_of("math:equivalent").read(response) for response in responses])
+    assert vote.rows == (0, 1, 3, 4)
+    assert [equivalent(response, answer) for response in responses] == [1, 1, 0, 1, 1, 0, 0]
+
+
 def test_the_first_function_that_defines_an_answer_decides_and_others_leave_the_exact_text():
     several = [
         ("mine:score", {}),
