@@ -40,6 +40,7 @@ class SplitUse:
         subset_key: the key of the subset.
         subset: name of the configuration of a dataset that has several; ignored for files.
         needs_demonstrations: whether every row needs a demonstration, if `completion_column` is set.
+        needs_answers: whether every row needs the column of answers, which only rewards read.
     """
 
     source_key: str = "data.source"
@@ -47,6 +48,7 @@ class SplitUse:
     subset_key: str = "data.subset"
     subset: str | None = None
     needs_demonstrations: bool = True
+    needs_answers: bool = True
 
 
 TRAINING = SplitUse()
@@ -88,12 +90,15 @@ def load_prompts(
     needed = {key: column for key, column in named.items() if column is not None}
     if not use.needs_demonstrations:
         needed.pop("data.completion_column", None)
+    if not use.needs_answers:
+        needed.pop("data.answer_column", None)
     rows = _rows(source, split, seed, generator or {}, use, prompt_column)
     for number, (place, row) in enumerate(rows):
         for key, column in needed.items():
             if column not in row:
-                raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
-        answer = row[answer_column] if answer_column else None
+                other = ", or data.answer_column=null if there is none" if key == "data.answer_column" else ""
+                raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}{other}")
+        answer = row.get(answer_column) if answer_column else None
         shapes.setdefault(_shape(answer), f"{place}: {answer_column} is {_brief(answer)}")
         if len(shapes.keys() - {"null"}) > 1:
             first, other = (text for shape, text in shapes.items() if shape != "null")

@@ -288,7 +288,7 @@ def _small_splits(config: Config, *, both: bool = True, is_job: bool = False) ->
 
 def training_use(config: Config) -> SplitUse:
     """Return what the training split is for, and the keys that set it."""
-    return SplitUse(subset=config.data.subset)
+    return SplitUse(subset=config.data.subset, needs_answers=_needs_answers(config))
 
 
 def held_out_use(config: Config) -> SplitUse:
@@ -304,7 +304,13 @@ def held_out_use(config: Config) -> SplitUse:
         subset_key="data.validation_subset" if is_own else "data.subset",
         subset=data.held_out[1],
         needs_demonstrations=recipe_of(config).needs_demonstrations,
+        needs_answers=_needs_answers(config),
     )
+
+
+def _needs_answers(config: Config) -> bool:
+    """Return whether a run reads answers: recipes that generate nothing and start no rewards have no use for them."""
+    return recipe_of(config).generates or "reward" in started_roles(config)
 
 
 def _smaller(generator: Mapping[str, Any]) -> dict[str, Any]:

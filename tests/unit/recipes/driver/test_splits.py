@@ -45,6 +45,16 @@ def test_demonstrations_of_held_out_prompts_are_read_if_there_are_any(data):
 
 
 @pytest.mark.parametrize("load", [check_datasets, load_splits])
+def test_answers_are_needed_only_where_responses_are_generated(data, tmp_path, load):
+    rows = [{"prompt": row["prompt"], "worked": row["worked"]} for row in WORKED]
+    source = write(tmp_path / "bare.jsonl", rows)
+    without = data.model_copy(update={"source": source, "validation_source": source})
+    load(tiny_config("sft", data=without))
+    with pytest.raises(DataError, match=r"'answer'; it has prompt, worked; set data.answer_column, or data.answer_col"):
+        load(with_recipe(without))
+
+
+@pytest.mark.parametrize("load", [check_datasets, load_splits])
 def test_a_missing_column_of_demonstrations_is_named(data, load):
     swapped = data.model_copy(update={"source": data.validation_source, "validation_source": data.source})
     with pytest.raises(DataError, match=r"test.jsonl:1 has no column 'worked'; .* set data.completion_column"):
