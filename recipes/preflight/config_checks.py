@@ -51,6 +51,7 @@ from rlpack.recipes.preflight.architecture_checks import (
 )
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
+from rlpack.recipes.preflight.template_warnings import template_warnings
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
@@ -101,6 +102,8 @@ def check_before_start(
     spec = recipe_of(config)
     if spec.generates:
         _check_end_of_sequence(config, tokenizer, model)
+    for warning in template_warnings(config, tokenizer, prompts):
+        logger.warning("%s", warning)
     names = started_roles(config)
     _check_weight_patterns(config, model, tokenizer)
     for name in names:
@@ -157,6 +160,8 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     if config.rollout.engine == "hf":  # computes in fp32
         check_expert_sizes(config, model, ())
     _check_end_of_sequence(config, tokenizer, model)
+    for warning in template_warnings(config, tokenizer, prompts):
+        logger.warning("%s", warning)
     for name in started_roles(config):
         check_role(name, config.roles[name], is_own=False, is_trained=False)
     _check_reward(config, prompts)
