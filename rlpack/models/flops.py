@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpack.models.packed import language_model
-from rlpack.models.text_settings import num_experts, settings_of
+from rlpack.models.text_settings import experts_per_token, num_experts, settings_of
 from rlpack.packing import Cost
 
 # Kinds of layers (`layer_types`) without products of pairs of tokens.
@@ -78,27 +78,25 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Return the FLOPs of a model, counted as in `sequence_cost`; frozen weights need fewer in an update."""
     shape = settings_of(model.config)
     head = model.get_output_embeddings()
-    heads = shape.get("num_attention_heads") or 0  # a model without attention has no quadratic part
-    width = heads * _head_size(shape, heads) if heads else 0
-    windows = list(_windows(shape)) if heads else []
-    full = sum(window is None for window in windows)
-    windowed = sum(window for window in windows if window is not None)
+    layers = list(_attention_layers(shape)) if shape.get("num_attention_heads") else []  # else no quadratic part
+    full = sum(width for width, window in layers if window is None)
+    windowed = sum(width * window for width, window in layers if window is not None)
     inner = list(_products(model, shape))
     outer = [(head.weight, float(head.weight.numel()))] if isinstance(head, nn.Linear) else []
     trained = sum(used for weight, used in inner + outer if weight.requires_grad)
     used_inside, used_outside = (sum(used for _, used in products) for products in (inner, outer))
     return ModelFlops(
-        Cost(linear=2.0 * used_inside + 2.0 * width * windowed, quadratic=2.0 * width * full),
+        Cost(linear=2.0 * used_inside + 2.0 * windowed, quadratic=2.0 * full),
         head=2.0 * used_outside,
         trained=trained / max(1.0, used_inside + used_outside),
     )
 
 
-def _head_size(shape: Mapping[str, Any], heads: int) -> float:
+def _head_size(shape: Mapping[str, Any]) -> float:
     """Return the size of a head; where keys and values differ (latent attention), the mean of both."""
     if "qk_nope_head_dim" in shape and "qk_rope_head_dim" in shape:  # its head_dim is the rotary part of keys
         return (shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"] + shape["v_head_dim"]) / 2
-    return shape.get("head_dim") or shape["hidden_size"] // heads
+    return shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
 
 
 def _products(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, float]]:
@@ -116,9 +114,14 @@ def _products(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[tupl
     others = [*inner, *(module for module in decoder.modules() if isinstance(module, nn.Embedding))]
     others += [] if head is None else [head]
     skipped = {id(weight) for module in others for weight in module.parameters()}
+    convolutions = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Conv1d)}
     for name, weight in decoder.named_parameters():
         if weight.ndim >= 2 and id(weight) not in skipped:
-            yield weight, weight.numel() * (_routed_share(shape) if ".experts." in name else 1.0)
+            # JetMoE's MLPs call stacked experts otherwise, and its attention has the router among the experts.
+            is_stack = weight.ndim == 3 and len(weight) == num_experts(shape) and id(weight) not in convolutions
+            is_routed = is_stack or (".experts." in name and ".router." not in name)
+            share = _routed_share(name, weight, shape) if is_routed else 1.0
+            yield weight, weight.numel() * share * _num_runs(name, shape)
 
 
 def _has_matrices(modules: Iterable[nn.Module]) -> bool:
@@ -127,18 +130,30 @@ def _has_matrices(modules: Iterable[nn.Module]) -> bool:
     return any(weight.ndim >= 2 for part in parts for weight in part.parameters(recurse=False))
 
 
-def _routed_share(shape: Mapping[str, Any]) -> float:
-    """Return the share of a layer's routed experts that a token uses."""
-    return min(1.0, shape.get("num_experts_per_tok", 1) / max(1, num_experts(shape)))
+def _routed_share(name: str, weight: nn.Parameter, shape: Mapping[str, Any]) -> float:
+    """Return the share of a weight of routed experts that a token uses."""
+    layer = next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    num_stacked = len(weight) if weight.ndim == 3 else num_experts(shape)
+    return min(1.0, experts_per_token(shape, layer) / max(1, num_stacked))
 
 
-def _windows(shape: Mapping[str, Any]) -> Iterator[int | None]:
-    """Yield the attention window of each layer, None for full attention."""
-    window = shape.get("sliding_window")
-    kinds = shape.get("layer_types") or ["sliding_attention" if window else "full_attention"]
+def _num_runs(name: str, shape: Mapping[str, Any]) -> int:
+    """Return how often a token passes a layer: several times in the two stacks of HRM's recurrence."""
+    stack = name.partition(".")[0]
+    if "H_cycles" not in shape or stack not in {"H_module", "L_module"}:
+        return 1
+    return shape["H_cycles"] * (shape["L_cycles"] if stack == "L_module" else 1)
+
+
+def _attention_layers(shape: Mapping[str, Any]) -> Iterator[tuple[float, int | None]]:
+    """Yield heads times their size, and the window, None for full attention, of each layer with attention."""
+    kinds = shape.get("layer_types") or ["sliding_attention" if shape.get("sliding_window") else "full_attention"]
     for layer in range(shape["num_hidden_layers"]):
-        kind = kinds[layer % len(kinds)]
+        # Gemma 4's layers differ in head_dim, which its configs also call global_head_dim.
+        own = {**shape, **(shape.get("per_layer_config") or {}).get(str(layer), {})}
+        kind, window = kinds[layer % len(kinds)], own.get("sliding_window")
+        width = own["num_attention_heads"] * _head_size(own)
         if kind == "sliding_attention" and window:
-            yield window
+            yield width, window
         elif kind not in _WITHOUT_ATTENTION:
-            yield None
+            yield width, None

@@ -1,9 +1,13 @@
 """Settings of language models under transformers' common names, whatever an architecture calls them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+# Names of the number of experts, and of those that a token is routed to.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "moe_num_primary_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts")
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -27,5 +31,19 @@ def shape_of(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 def num_experts(settings: Mapping[str, Any]) -> int:
     """Return how many experts a layer routes tokens to, by what `settings_of` returned; 0 for dense layers."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((count for key in keys if (count := settings.get(key))), 0)
+    return _first_of(settings, _NUM_EXPERTS, 0)
+
+
+def experts_per_token(settings: Mapping[str, Any], layer: int) -> int:
+    """Return how many experts a layer's router chooses per token, by what `settings_of` returned; 1 if not known.
+
+    Some configs (HunYuan's) list a number per layer.
+    """
+    count = _first_of(settings, _EXPERTS_PER_TOKEN, 1)
+    return count[layer] if isinstance(count, list | tuple) else count
+
+
+def _first_of(settings: Mapping[str, Any], keys: Iterable[str], default: int) -> Any:
+    """Return the first setting that isn't 0 or None; DBRX's are in a section."""
+    settings = {**(settings.get("ffn_config") or {}), **settings}
+    return next((value for key in keys if (value := settings.get(key))), default)

@@ -1,5 +1,7 @@
 """The cost model against torch's own count of floating-point operations."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,37 @@ def test_the_cost_of_every_family_with_layouts_is_what_torch_counts(family: str)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, use_cache=False)
     assert flops_of_causal_model(counter) == sequence_cost(model).of(np.array([tokens]))[0]
+
+
+OTHER_NAMES: dict[str, dict[str, Any]] = {
+    "aria_text": {},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "granitemoe": {},
+    "hrm_text": {},
+    "hunyuan_v1_moe": {"moe_topk": [1, 3]},
+    "jetmoe": {},
+}
+
+
+@pytest.mark.parametrize("model_type", OTHER_NAMES)
+def test_experts_and_layers_under_other_names_cost_what_torch_counts(model_type: str) -> None:
+    """At the width of a window; Gemma 4's heads differ between layers, and HRM's layers run several times."""
+    config = tiny_config(model_type)
+    for name, value in OTHER_NAMES[model_type].items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(3, 15)[None], use_cache=False)
+    assert sequence_cost(model).of(np.array([12]))[0] == flops_of_causal_model(counter)
+
+
+def test_experts_of_dbrx_are_counted_by_a_section_of_its_config() -> None:
+    few, all_four = tiny_config("dbrx"), tiny_config("dbrx")
+    all_four.ffn_config.moe_top_k = 4
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(config) for config in (few, all_four)]
+    experts = sum(weight.numel() for name, weight in models[0].named_parameters() if ".experts." in name)
+    assert sequence_cost(models[1]).linear - sequence_cost(models[0]).linear == 2 * experts / 2
 
 
 def test_windowed_layers_are_linear_in_length() -> None:
