@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 
 from rlpack.installation import how_to_install
 from rlpack.rewards.answer_notation import normalized
@@ -66,6 +66,7 @@ _SMALL_FUNCTIONS = (Add, Mul, Abs, InverseTrigonometricFunction, TrigonometricFu
 _COMPUTED = (*_SMALL_FUNCTIONS, Number, NumberSymbol, ImaginaryUnit, Symbol, Pow, exp, factorial, binomial)
 _PERCENT = UnevaluatedExpr(Rational(1, 100))  # as the library has it
 _MOST_BITS_OF_ROOT = 256  # sympy looks for the number's factors
+_MOST_BITS_OF_DEGREE = 12  # of an exponent that isn't an integer
 _MOST_TERMS = 32  # of numbers that are multiplied out
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
 _PERCENTAGE = re.compile(r"([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d*\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?))\s*\\?%")
@@ -137,13 +138,13 @@ def _without_symbol(answer: Any) -> Any:
 def _simplified(answer: Expr) -> Expr:
     """Return a form that many equal expressions share, of one whose numbers have few bits."""
     fractions = {number: nsimplify(number, rational=True) for number in answer.atoms(Float)}
-    value = answer.xreplace({_PERCENT: Integer(1), **fractions})
+    value = cast(Expr, answer.xreplace({_PERCENT: Integer(1), **fractions}))
     if not all(map(_is_cheap, preorder_traversal(value))):
         return value
-    value = value.doit()
+    value = cast(Expr, value.doit())
     if value.free_symbols or _num_terms(value) > _MOST_TERMS or _has_nested_sums(value):
         return value
-    return expand(radsimp(value))
+    return cast(Expr, expand(radsimp(value)))
 
 
 def _has_nested_sums(value: Expr) -> bool:
@@ -157,8 +158,9 @@ def _is_cheap(part: Basic) -> bool:
     match part:
         case Pow(exp=Integer()):
             return True
-        case Pow():
-            return bool(part.free_symbols) or _num_bits(part.base) <= _MOST_BITS_OF_ROOT
+        case Pow(exp=exponent):
+            is_small = _num_bits(exponent) <= _MOST_BITS_OF_DEGREE and _num_bits(part.base) <= _MOST_BITS_OF_ROOT
+            return bool(exponent.free_symbols) or is_small
         case log():
             return sum(map(_num_bits, part.args)) <= _MOST_BITS_OF_ROOT
         case _:

@@ -335,6 +335,8 @@ def test_different_answers_have_different_texts(one, other):
         r"\frac{\sqrt{2}+\sqrt{3}}{" + "+".join(rf"\sqrt{{{number}}}" for number in (5, 7, 11, 13)) + "}",
         rf"\sqrt{{{(10**37 + 43) * (10**38 + 133)}}}",
         rf"\log_{{{10**37 + 43}}}{{{(10**37 + 43) ** 1}}}",
+        r"(\frac{123456789123456789}{987654321987654321})^{\frac{1}{1000003}}",
+        r"(2x)^{\frac{1}{1000000007}}",
         r"(1+2i)^{1000}",
         "800!",
         r"\lim_{x \to 0} \frac{\sin^9 x}{x^9}",
