@@ -30,10 +30,15 @@ def routing_of(model: PackedModel) -> Routing | None:
 
 
 class RecordedRouting:
-    """The routing of a pass without gradients, microbatch by microbatch."""
+    """The routing of a pass without gradients, microbatch by microbatch.
+
+    The device holds that of one microbatch, with virtual stages of those that haven't passed all of them.
+    """
 
     def __init__(self, routing: Routing, model: PackedModel) -> None:
         self._routing, self._model = routing, model
+        self._num_virtual = 1 if model.stage is None else model.stage.num_virtual
+        self._device = torch.device("cpu")
         self._parts: list[Tensor] = []
         self._num_parts = Counter[int]()  # passes of each virtual stage, in the order of microbatches
 
@@ -49,6 +54,9 @@ class RecordedRouting:
             self._parts[number] += routing.recorded  # other layers; those of other passes are 0
         else:
             self._parts.append(routing.recorded)
+        self._device = routing.recorded.device
+        if all(self._num_parts[each] > number for each in range(self._num_virtual)):
+            self._parts[number] = self._parts[number].cpu()
 
     def experts(self) -> Tensor:
         """Return the experts of all tokens in the order of microbatches, [T, L, k] on the CPU; a collective.
@@ -59,6 +67,7 @@ class RecordedRouting:
         for part in self._parts:
             raw = part.view(torch.uint8)
             if self._routing.row_group is not None:
+                raw = raw.to(self._device)
                 dist.all_reduce(raw, group=self._routing.row_group)
             if self._model.stage is not None:
                 raw = self._model.stage.total(raw)
