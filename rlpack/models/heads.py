@@ -40,17 +40,19 @@ class ScalarHeadModel(PackedModel):
 
         Args:
             model: without a head (`base_model`).
-            head: gives its weights to the model's; None for zeros, so that a new critic predicts 0 for every token.
+            head: becomes a `ScalarHead` in place, because weights may still be loaded into the classifier that has it;
+                None creates one of zeros, so a new critic predicts 0 for every token.
         """
         super().__init__(model)
         # A new head gets its values here, even if the model has no weights yet.
         device = torch.device("cpu") if model.device.type == "meta" else model.device
-        self.head = ScalarHead(hidden_size(model), 1, dtype=model.dtype, device=device)
+        self.head: nn.Linear = ScalarHead(hidden_size(model), 1, dtype=model.dtype, device=device)
         if head is None:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
         else:
-            self.head.weight, self.head.bias = head.weight, head.bias
+            head.__class__ = ScalarHead
+            self.head = head
 
     @property
     def pattern_root(self) -> nn.Module:

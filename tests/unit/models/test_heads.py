@@ -55,6 +55,7 @@ def test_scalars_of_a_bf16_model_are_computed_in_fp32():
     head = head_of(model).to(torch.bfloat16)
     head.bias.data.fill_(8.0)  # bf16 has only every sixteenth from 8 to 16
     critic, inputs = ScalarHeadModel(model, head), pack_rows(ROWS)
+    assert critic.head is head  # a classifier's weights are loaded after its head was taken
     hidden = critic.hidden_states(inputs, None)[inputs.slots]
     scalars = critic(inputs, before_token=False)
     assert scalars.dtype == torch.float32
