@@ -50,9 +50,9 @@ def concat_tokens(parts: list[PolicyTokens]) -> PolicyTokens:
 def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict[str, float]:
     """Return the means of log-probs and advantages, and the covariance threshold.
 
-    The `share` of the tokens, at least one, that reaches the threshold excludes tokens that tie with the next one: so
-    without advantages, no token does. The threshold is halfway between two covariances, so that rounding in the
-    update's pass changes nothing.
+    At most `share` of the tokens, at least one, reach the threshold. Tokens that tie with the first excluded one are
+    excluded, so with equal advantages none is penalized. The threshold is halfway between two covariances, so that
+    rounding in the update's pass changes nothing.
     """
     logprobs, advantages = tokens.logprobs[tokens.mask].double(), tokens.advantages[tokens.mask].double()
     if not logprobs.numel():

@@ -51,7 +51,7 @@ class Prompts:
     def fingerprint(self) -> str:
         """Return a digest of all examples and their token ids, by which a resumed run detects different data.
 
-        Ids with today's date differ tomorrow; in their place counts what they are made with.
+        If the template inserts the date, the tokenizer and the template are hashed instead of the ids.
         """
         return self._rendered if self.dated_by is None else self._digest(self.dated_by.encode())
 

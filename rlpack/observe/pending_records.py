@@ -1,4 +1,4 @@
-"""What a step shows in the report besides its metrics: rollouts, and its plan; written with the step's metrics."""
+"""Buffer a step's samples and plan until its metrics are logged."""
 
 import json
 import logging

@@ -344,9 +344,11 @@ class Run:
             else:
                 self._write_end(error)
                 self.finish()
-        except Exception:
+        except Exception as failure:
             if error is None:
-                raise  # else it is logged, and the run's own error came first
+                self._write_end(failure)
+                raise
+            # else it is logged, and the run's own error came first
         finally:
             self._own_log.close()
 

@@ -641,6 +641,8 @@ def test_a_sink_that_cannot_be_closed_hinders_neither_the_others_nor_the_report(
     with pytest.raises(KeyError if fails_before else OSError, match="first"):
         fail()
     assert closed == ["first", "second"]
+    end = RunEnd("failed", "KeyError: 'first of all'" if fails_before else "OSError: first")
+    assert RunEnd.read(tmp_path) == end
     assert (tmp_path / "report.html").exists()
     for text in closed:
         assert f"FailingSink could not be closed: OSError: {text}" in caplog.text
