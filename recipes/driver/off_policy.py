@@ -34,8 +34,8 @@ def correct_off_policy(
     so for the tokens of each lag. With a lead, and without log-probs from before the update, the update itself measures
     them (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit
     on the gap of log-probs (`rollout.max_logprob_gap`) applies to them. If only these metrics need the comparison, they
-    are recorded by `update_actor` after the update, so that ranks don't wait for the driver; a recipe with another update
-    calls `StepContext.record_pending_metrics`.
+    are recorded by `update_actor` after the update, so that ranks don't wait for the driver; a recipe with another
+    update calls `StepContext.record_pending_metrics`.
 
     Args:
         session: the run.
