@@ -31,10 +31,12 @@ _URL_WITH_KEY = re.compile(
     r"://\S*[?&]([\w.-]*[_.-])?(api_?key|key|token|secret|password|passwd|pwd|auth|signature|sig)=[^&#\s]",
     re.IGNORECASE,
 )
-# Keys and tokens that providers issue, by their prefixes, and the value of an authorization header.
+# Keys and tokens that providers issue, by their prefixes, and the value of an authorization header. What follows a slash
+# is part of a path; `sk-` also begins the names of models and folders, which are words separated by dashes.
 _ISSUED = re.compile(
-    r"(?<![A-Za-z0-9])(sk-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
-    r"|Bearer +[\w.~+/=-]{16,})"
+    r"(?<![A-Za-z0-9/])(sk-(?:proj|svcacct|admin|or-v1|ant-[a-z0-9]+)-(?=[\w-]*\d)[\w-]{16,}"
+    r"|sk-(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|AKIA[A-Z0-9]{16}|Bearer +[\w.~+/=-]{16,})"
 )
 
 

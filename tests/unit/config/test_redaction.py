@@ -106,13 +106,29 @@ def test_lists_and_mappings_of_keys_are_secrets():
         f"AKIA{'A1' * 8}",
         f"Bearer {'a1' * 10}",
         f"OPENAI_API_KEY=sk-{'a1' * 10}",
+        f"sk-ant-api03-{'a1' * 5}-{'b_2' * 5}",
+        f"sk-or-v1-{'a1' * 10}",
     ],
 )
 def test_keys_that_providers_issue_are_secrets_whatever_their_name(value):
     assert list(secret_paths("p", {"key": value, "b": [value]})) == ["p.key", "p.b.0"]
 
 
-@pytest.mark.parametrize("value", ["task-specific-instructions", "Bearer of news", "hf_model", "sk-learn"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "task-specific-instructions",
+        "Bearer of news",
+        "hf_model",
+        "sk-learn",
+        "sk-8b-instruct-2026-01",
+        "sk-learnedcheckpoints-2024",
+        "/models/sk-8b-instruct-2026-01",
+        "/data/sk-learn-checkpoints-2024",
+        "/models/sk-1234567890abcdef",
+        f"/data/hf_{'a1' * 12}",
+    ],
+)
 def test_like_values_are_no_secrets(value):
     assert not looks_secret("key", value)
 
