@@ -15,15 +15,18 @@ _SECRET = re.compile(
     r"|(api|access|private|secret)[_-]?keys?|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?tokens?)$",
     re.IGNORECASE,
 )
-# Names of text that is usually a secret: openai_key, github_pat. Numbers and sections with such names are not.
-_SECRET_TEXT = re.compile(r"^pat$|[_-](pat|pwd|keys?)$", re.IGNORECASE)
-# Names of that form that refer to a field, such as answer_key="solution" or required_keys=["name"].
-_FIELD = re.compile(
-    r"(^|[_-])(allowed|answer|cache|column|completion|data|dataset|dict|expected|extra|field|fn|group|id|image|index"
-    r"|input|json|label|map|metadata|metric|optional|output|partition|primary|problem|prompt|question|reference"
-    r"|required|response|result|reward|row|score|solution|sort|source|target|text|truth|value|video)[_-]keys?$",
+# Names of text that is usually a secret: github_pat, db_pwd. Numbers and sections with such names are not.
+_SECRET_TEXT = re.compile(r"^pat$|[_-](pat|pwd)$", re.IGNORECASE)
+# A name that ends in key usually refers to a field, such as answer_key="solution": it is a secret if a provider's name
+# comes before, or if the text looks random.
+_KEY = re.compile(r"[_-]keys?$", re.IGNORECASE)
+_KEY_OF_PROVIDER = re.compile(
+    r"(^|[_-])(openai|anthropic|claude|wandb|hf|hub|hugging_?face|google|gemini|azure|mistral|cohere|groq|together"
+    r"|open_?router|deep_?seek|fireworks|replicate|perplexity|xai|nvidia|ngc|dashscope|moonshot|aws|gcp|git_?hub"
+    r"|git_?lab|auth|encryption|signing)[_-]keys?$",
     re.IGNORECASE,
 )
+_RANDOM = re.compile(r"(?=\S*\d)[^\s/]{16,}")
 # A URL with a password, such as http://me:abc@proxy:3128, or a token in its place, whatever the name of its key.
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@", re.IGNORECASE)
 # A URL whose query holds one, such as http://host/v1?api_key=abc.
@@ -31,8 +34,8 @@ _URL_WITH_KEY = re.compile(
     r"://\S*[?&]([\w.-]*[_.-])?(api_?key|key|token|secret|password|passwd|pwd|auth|signature|sig)=[^&#\s]",
     re.IGNORECASE,
 )
-# Keys and tokens that providers issue, by their prefixes, and the value of an authorization header. What follows a slash
-# is part of a path; `sk-` also begins the names of models and folders, which are words separated by dashes.
+# Keys and tokens that providers issue, by their prefixes, and the value of an authorization header. What
+# follows a slash is part of a path; `sk-` also begins names of models and folders, which are words separated by dashes.
 _ISSUED = re.compile(
     r"(?<![A-Za-z0-9/])(sk-(?:proj|svcacct|admin|or-v1|ant-[a-z0-9]+)-(?=[\w-]*\d)[\w-]{16,}"
     r"|sk-(?=[A-Za-z]*\d)[A-Za-z0-9]{16,}|hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
@@ -61,11 +64,10 @@ def looks_secret(name: str, value: Any) -> bool:
     words = _WORD_START.sub("_", name)
     if _SECRET.search(words) is not None:
         return True
-    is_named = _SECRET_TEXT.search(words) is not None and _FIELD.search(words) is None
-    # `tokens` may be a number, or a list of words.
-    return (is_named and _is_text(value)) or (
-        words.lower() == "tokens" and isinstance(value, Mapping) and _is_text(value)
-    )
+    is_named = _SECRET_TEXT.search(words) is not None or _KEY_OF_PROVIDER.search(words) is not None
+    if (is_named or (words.lower() == "tokens" and isinstance(value, Mapping))) and _is_text(value):
+        return True
+    return _KEY.search(words) is not None and any(_RANDOM.fullmatch(text) for text in _texts(value))
 
 
 def _is_text(value: Any) -> bool:
@@ -73,6 +75,13 @@ def _is_text(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(below, str) for below in value.values())
     return isinstance(value, str) or (_is_list(value) and all(isinstance(item, str) for item in value))
+
+
+def _texts(value: Any) -> list[str]:
+    """Return a text, or the texts of a list or mapping of texts; [] for other values."""
+    if not _is_text(value):
+        return []
+    return [value] if isinstance(value, str) else list(value.values() if isinstance(value, Mapping) else value)
 
 
 def secret_paths(place: str, value: Any) -> Iterator[str]:

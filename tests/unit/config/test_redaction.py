@@ -38,6 +38,9 @@ FREE = [key.path for key in walk() if key.is_open and get_args(key.annotation)[1
         "WANDB_KEY",
         "openaiKey",
         "openai_keys",
+        "my-anthropic-key",
+        "AZURE_OPENAI_KEY",
+        "huggingface_key",
         "api_keys",
         "hf_tokens",
         "pat",
@@ -78,6 +81,46 @@ def test_names_of_secrets_are_known(name):
 )
 def test_like_names_are_no_secrets(name):
     assert not looks_secret(name, "abc")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gold",
+        "answer",
+        "answers",
+        "images",
+        "prompts",
+        "messages",
+        "tests",
+        "task",
+        "type",
+        "category",
+        "language",
+        "prediction",
+        "choices",
+        "options",
+        "context",
+        "chosen",
+        "format",
+        "level",
+        "name",
+        "ref",
+        "rubric",
+        "required",
+    ],
+)
+@pytest.mark.parametrize("value", ["solution", "a_field_with_a_long_name", "answers/level_2/of_the_row", ["a", "b"]])
+def test_a_key_that_names_a_field_is_no_secret(name, value):
+    assert not looks_secret(f"{name}_key", value)
+    assert not looks_secret(f"{name}Keys", value)
+
+
+@pytest.mark.parametrize("name", ["judge_key", "answer_key", "my-server-keys"])
+@pytest.mark.parametrize("value", ["a1" * 8, ["a1" * 8], {"me": "a1" * 8}])
+def test_a_key_with_a_value_that_looks_random_is_a_secret(name, value):
+    assert looks_secret(name, value)
+    assert not looks_secret(name, "a1" * 7)
 
 
 @pytest.mark.parametrize("value", [None, "", True, False, {}, []])
