@@ -18,14 +18,26 @@ _QUANTITY = re.compile(
     r"(?P<sign>-?)(?P<currency>[€£¥₹]|\\?\$)?\s*(?P<number>-?(?:\d[\d,]*+(?:\.\d+|/\d+)?|\.\d+))"
     r"\s*(?P<currency_after>[€£¥₹])?(?:\s+(?P<unit>[A-Za-z]{4,}(?: [A-Za-z]{2,}){0,2})\.?)?"
 )
-# Words after a number that aren't its unit, but change it.
+# Singular units, and plurals without an s. Other units are plural: a singular may be a numeral or a direction, as in
+# `3 fourth`, `5 grand` and `5 degrees below`.
+_UNIT = re.compile(
+    r"(?:dollar|cent|penny|pence|euro|pound|rupee|inch|foot|feet|yard|mile|(?:centi|milli|kilo)?(?:meter|metre|gram)"
+    r"|(?:milli)?(?:liter|litre)|ounce|pint|quart|gallon|acre|second|minute|hour|week|month|year|degree|unit|person"
+    r"|people|children|women|teeth|geese|mice|fish|sheep|oxen)"
+)
+_PLURAL = re.compile(r"\w{2,}s(?<!ss)(?<!us)(?<!is)")
+# A noun alone, its dimension, or what it is counted by.
+_UNIT_PHRASE = re.compile(
+    r"(?:square |cubic )?(?P<noun>[a-z]+)(?: (?:per [a-z]{2,}|each|total|in total|altogether|celsius|fahrenheit))?"
+)
+# Plural words, and words after "per", that change the number.
 _CHANGES_NUMBER = re.compile(
-    r"\b(?:alpha|beta|gamma|delta|epsilon|zeta|theta|iota|kappa|lambda|sigma|omega|sqrt|sinh?|cosh?|tanh?|arc\w+|ln|log|pi"
-    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w*teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|point|dozens?|hundreds?|score"
-    r"|thousands?|\w*[bmtr]illions?|hal(?:f|ves)|thirds?|quarters?|pairs?|couples?|gross|\w*[fhnx]ths?|\w*percent\w*"
-    r"|plus|minus|times|over|divided|squared|cubed|factorial|mod|modulo|base|binary|choose|to|and|or|not|wrong|less|more"
-    r"|fewer|than|remainder|infinity|through|until|except|without|power|negative)\b",
-    re.IGNORECASE,
+    r"\b(?:arc(?:sin|cos|tan)s?|sins|sines|cosines|tangents|logs|roots|squares|cubes|powers|factorials|multiples|reciprocals|inverses"
+    r"|zero(?:e?s)?|ones?|twos?|threes?|fours?|fives?|six(?:es)?|sevens?|eights?|nines?|tens?|elevens?|twel(?:fth|ve)s?"
+    r"|\w+teens?|(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ies)|dozens?|scores?|hundreds?|thousands?|myriads?|lakhs?|crores?|grands?|\w*[bmtr]illions?"
+    r"|googols?|mille?|hal(?:f|fs|ves)|thirds?|quarters?|(?!months?|widths?|depths?|lengths?)\w{2,}ths?|parts|fractions"
+    r"|decimals|repeats|pairs?|couples?|trios|doubles|triples|folds?|\w*percent\w*|negatives|minuses|pluses|times|bases"
+    r"|infinit\w+|perhaps|besides|unless)\b"
 )
 
 
@@ -42,20 +54,31 @@ def letters_of(answer: str) -> str | None:
 
 
 def quantity(answer: str) -> tuple[str, str] | None:
-    """Return the number and the unit of an amount with a currency sign or with words; None for other answers.
+    """Return the number and the unit of an amount with a currency sign or with a unit; None for other answers.
 
-    >>> quantity("36 eggs"), quantity("€18"), quantity("5 million"), quantity("5 xy"), quantity("36")
+    A unit is a known one, or a plural, perhaps with "square", "per day" or "each", but no numeral. Other words aren't
+    recognized, so `36 red balls` isn't 36: words that change a number are too many to be listed.
+
+    >>> quantity("36 eggs"), quantity("€18"), quantity("5 million"), quantity("5 degrees below"), quantity("36")
     (('36', 'egg'), ('18', ''), None, None, None)
     """
     match = _QUANTITY.fullmatch(answer.strip())
     if match is None or not (match["unit"] or match["currency"] or match["currency_after"]):
         return None
     unit = (match["unit"] or "").lower()
-    first_word = list(unit.partition(" ")[0])
-    is_product = bool(unit) and first_word == sorted(set(first_word))  # letters in alphabetical order, as in `5 abcd`
-    if is_product or _CHANGES_NUMBER.search(unit) or (match["sign"] and match["number"].startswith("-")):
+    if (unit and not _is_unit(unit)) or (match["sign"] and match["number"].startswith("-")):
         return None
     return match["sign"] + match["number"], unit.removesuffix("s").replace("tre", "ter")
+
+
+def _is_unit(words: str) -> bool:
+    phrase = _UNIT_PHRASE.fullmatch(words)
+    if phrase is None or _CHANGES_NUMBER.search(words):
+        return False
+    if _UNIT.fullmatch(phrase["noun"]):
+        return True
+    is_product = list(phrase["noun"]) == sorted(set(phrase["noun"]))  # letters in alphabetical order, as in `5 abcs`
+    return not is_product and _PLURAL.fullmatch(phrase["noun"]) is not None
 
 
 def differ(said: str, answer: str) -> bool:

@@ -231,10 +231,27 @@ def test_words_outside_boxes_are_compared_as_text():
         *((f"5 {words}", "5", 0.0) for words in ("million", "dozen eggs", "theta", "sqrt", "squared", "abcd", "xy")),
         *((f"5 {words}", "5", 0.0) for words in ("point two", "hours or more", "eggs or 6 eggs", "halves", "quarters")),
         ("101 base two", "101", 0.0),
+        *(
+            (f"3 {words}", "3", 0.0)
+            for words in ("fourth", "fourths", "hundredths", "thousandths", "twentieths", "tens")
+        ),
+        *((f"3 {words}", "3", 0.0) for words in ("lakh", "crores", "grand", "thousands of dollars", "parts per mille")),
+        *((f"3 {words}", "3", 0.0) for words in ("degrees below", "units left", "short", "root", "roots", "arccos")),
+        *((f"0.3 {word}", "0.3", 0.0) for word in ("repeating", "recurring", "repeats")),
+        ("77 octal", "77", 0.0),
+        (r"\$5 grand", "5", 0.0),
+        ("$3 fourths", "3", 0.0),
+        *((f"3 {words}", "3", 1.0) for words in ("months", "month", "feet", "people", "crayons", "units", "seconds")),
+        *((f"3 {words}", "3", 1.0) for words in ("miles per hour", "eggs each", "square feet", "cities", "tanks")),
     ],
 )
 def test_units_and_currencies_are_left_out_of_numbers(said, answer, reward):
     assert equivalent(rf"\boxed{{{said}}}", answer) == reward
+
+
+@pytest.mark.parametrize("words", ["fourths", "hundredths", "repeating", "lakh", "grand", "octal", "degrees below"])
+def test_a_number_with_words_that_change_it_has_another_text(words):
+    assert final_answer_text(rf"\boxed{{3 {words}}}") != "3"
 
 
 @pytest.mark.parametrize("text", ["\\boxed{", "\\text{", "{", "5 eggs ", "ab ", r"\text{a", "a", "5,"])
