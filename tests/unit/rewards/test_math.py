@@ -198,6 +198,24 @@ def test_words_labels_and_halves_of_the_day_are_compared_as_text(said, answer, r
     assert equivalent(f"It is ${said}$.", answer) == reward or reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [("pq", "qp"), ("mn", "nm"), ("xy", "yx"), ("ab", "ba"), ("kx", "xk"), ("xyz", "zyx"), ("xy", r"y \cdot x")],
+)
+def test_two_or_three_letters_in_lower_case_are_a_product(said, answer):
+    assert equivalent(rf"\boxed{{{said}}}", answer) == equivalent(rf"\boxed{{{answer}}}", said) == 1.0
+    assert final_answer_text(rf"\boxed{{{said}}}") == final_answer_text(rf"\boxed{{{answer}}}")
+    assert equivalent(rf"\boxed{{{said.upper()}}}", said[::-1].upper()) == 0.0
+    assert equivalent(rf"\boxed{{\text{{{said}}}}}", rf"\text{{{said[::-1]}}}") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"), [("on", "no"), ("is", "si"), ("dog", "god"), ("ten", "net"), ("was", "saw")]
+)
+def test_short_words_are_no_products(said, answer):
+    assert equivalent(rf"\boxed{{{said}}}", answer) == equivalent(rf"\boxed{{{answer}}}", said) == 0.0
+
+
 def test_words_outside_boxes_are_compared_as_text():
     assert [equivalent("I think $on$.", answer) for answer in ("on", "no")] == [1.0, 0.0]
     assert equivalent(r"\boxed{cat} or \boxed{dog}", "dog") == 0.0
