@@ -36,6 +36,7 @@ _PLURAL = re.compile(r"\w{2,}s(?<!ss)(?<!us)(?<!is)")
 _UNIT_PHRASE = re.compile(
     r"(?:square |cubic )?(?P<noun>[a-z]+)(?: (?:per [a-z]{2,}|each|total|in total|altogether|celsius|fahrenheit))?"
 )
+_DIMENSION = re.compile(r"(?:square|cubic) ")
 # Plural words, and words after "per", that change the number.
 _CHANGES_NUMBER = re.compile(
     r"\b(?:arc(?:sin|cos|tan)s?|sins|sines|cosines|tangents|logs|roots|squares|cubes|powers|factorials|multiples"
@@ -100,10 +101,14 @@ def differ(said: str, answer: str) -> bool:
 
     >>> differ("BAC", "ABC"), differ("A. 5", "B. 5"), differ("2 pm", "2 am"), differ("36 eggs", "36 hens")
     (True, True, True, True)
+    >>> differ("5 units", "5 square units"), differ("36 inches", "36 square inches"), differ("5 units", "5 feet")
+    (False, False, False)
     >>> differ("xy", "yx"), differ("2 pm", "2"), differ("36 eggs", "36")
     (False, False, False)
     """
-    units = sorted({amount[1] for amount in (quantity(said), quantity(answer)) if amount and amount[1]})
+    amounts = [amount for amount in (quantity(said), quantity(answer)) if amount]
+    # An unnamed unit fits any other; so does the dimension, which answers often leave out.
+    units = sorted({_DIMENSION.sub("", unit) for _, unit in amounts} - {"", "unit"})
     if len(units) == 2 and not units[1].startswith(units[0]):  # one may be shortened
         return True
     letters = {letters_of(said), letters_of(answer)}

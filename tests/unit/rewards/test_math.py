@@ -234,6 +234,13 @@ def test_words_outside_boxes_are_compared_as_text():
         ("36 eggs", "36 eggs", 1.0),
         ("18 dollars", "18 dollar", 1.0),
         ("36 eggs", "36 hens", 0.0),
+        ("5 units", "5 square units", 1.0),
+        ("5 cubic units", "5 units", 1.0),
+        ("5 units", "5 meters", 1.0),
+        ("5 square units", "6 units", 0.0),
+        ("36 square inches", "36 inches", 1.0),  # the dimension may be left out
+        ("36 inches", "36 square inches", 1.0),
+        ("36 square inches", "36 square feet", 0.0),
         ("36", "36 eggs", 1.0),
         ("35", "36 eggs", 0.0),
         ("20 people per day", "20", 1.0),
