@@ -260,7 +260,7 @@ def _parse_response(completion: str) -> list[Any]:
     """Return the parsed final answer, after readings of it in the notation of programs and as a percentage.
 
     The library reads `pi` as a product of letters, and a percentage as a number, a fraction, or text alone, depending
-    on how it is written; here it is both. It knows some units; here, others are no factors either.
+    on how it is written; here it is both. It drops known units; this drops other unit words, too.
     """
     completion = normalized(completion)
     parsed = _parse(completion)
