@@ -87,15 +87,23 @@ def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[st
     ):
         composed = plain(hydra.compose(EVALUATION_NAME, overrides=list(overrides)), root)
     data = composed.get("data")
-    if isinstance(data, dict) and isinstance(data.get("source"), str):
-        given = data.get("validation_source")
-        if given != "":  # which the rules refuse
-            held_out = data["source"] if given is None else given
-            inherited = data.get("subset") if held_out == data["source"] else None
-            subset = inherited if data.get("validation_subset") is None else data["validation_subset"]
-            of_both = {"source": held_out, "validation_source": held_out, "subset": subset, "validation_subset": subset}
-            composed["data"] = {**data, **of_both, "completion_column": None}
+    if isinstance(data, dict) and isinstance(data.get("source"), str) and data.get("validation_source") != "":
+        # The rules refuse "". A subset in `values` is that of their source alone.
+        is_other = "data" in values and values["data"]["source"] != data["source"]
+        if is_other and "data.subset" not in given_keys(overrides):
+            data = {**data, "subset": None}
+        composed["data"] = _held_out_alone(data)
     return _validated(composed, overrides)
+
+
+def _held_out_alone(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `data` in which the training prompts, too, are the held-out ones."""
+    given = data.get("validation_source")
+    source = data["source"] if given is None else given
+    inherited = data.get("subset") if source == data["source"] else None
+    subset = inherited if data.get("validation_subset") is None else data["validation_subset"]
+    of_both = {"source": source, "validation_source": source, "subset": subset, "validation_subset": subset}
+    return {**data, **of_both, "completion_column": None}
 
 
 def _validated(composed: Mapping[str, Any], overrides: Sequence[str]) -> Config:

@@ -186,3 +186,27 @@ def test_an_evaluation_takes_over_what_its_run_was_configured_with(tmp_path):
         == "other.jsonl"
     )
     assert run_config(state).model == config.model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "held_out"),
+    [
+        ((), ("a/b", "easy")),
+        (("data.source=a/b",), ("a/b", "easy")),
+        (("data.source=c/d",), ("c/d", None)),
+        (("data.validation_source=c/d",), ("c/d", None)),
+        (("data.source=c/d", "data.subset=main"), ("c/d", "main")),
+        (("data.source=c/d", "data.subset=easy"), ("c/d", "easy")),
+        (("data.source=c/d", "data.validation_subset=main"), ("c/d", "main")),
+        (("data.source=x.jsonl",), ("x.jsonl", None)),
+        (("data=jsonl", "data.source=x.jsonl"), ("x.jsonl", None)),
+    ],
+)
+def test_the_subset_of_a_runs_dataset_is_that_of_no_other(tmp_path, overrides, held_out):
+    config = compose(["data.source=a/b", "data.subset=main", "data.validation_subset=easy"])
+    save(tmp_path / "checkpoints" / "train", 1, config)
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").touch()
+    evaluated = compose_evaluation(overrides, _base_values(find_model(str(tmp_path), None), overrides))
+    assert (evaluated.data.source, evaluated.data.subset) == held_out
+    assert evaluated.data.held_out == held_out
