@@ -81,6 +81,7 @@ def no_end_problem(tokenizer: str, max_new_tokens: int) -> str:
     """
     return (
         f"{tokenizer} has no end-of-sequence token (eos_token), so every response would run to "
-        f"rollout.max_new_tokens={max_new_tokens}; set rollout.stop_token_ids to ids that end a response, or "
-        "model.tokenizer to a tokenizer that has the token"
+        f"rollout.max_new_tokens={max_new_tokens}; set rollout.stop_token_ids to ids that end a response, "
+        "model.tokenizer to a tokenizer that has the token, or eos_token_id in the generation_config.json of "
+        "model.path; with chat messages, data.chat_template=true ends responses at the template's end of a turn"
     )

@@ -187,6 +187,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
         size = _num_tokens(read_object(folder / "tokenizer.json"))
         known = _vocabulary_size(Path(os.path.expanduser(model.path))) if model.path else None
         has_no_end = _has_no_end(folder)
+        base_ends = model.path is not None and _lists_ends(Path(os.path.expanduser(model.path)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         yield f"{key} is {source!r}, in which a JSON file can't be read ({error}); copy or download the folder again"
         return
@@ -197,7 +198,9 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
         )
     if known is not None:
         check_stop_ids(config, known)
-    if recipe_of(config).generates and not config.rollout.stop_token_ids and has_no_end:
+    # The base model's end tokens and the template's end of a turn also end responses; preflight looks for them.
+    may_end = bool(config.rollout.stop_token_ids) or config.data.chat_template or base_ends
+    if recipe_of(config).generates and has_no_end and not may_end:
         yield no_end_problem(f"{key} is {source!r}, whose tokenizer", config.rollout.max_new_tokens)
 
 
@@ -247,6 +250,12 @@ def _vocabulary_size(folder: Path) -> int | None:
     config = read_object(folder / "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def _lists_ends(folder: Path) -> bool:
+    """Return whether a model may have end tokens in its generation config; that of a model on the Hub isn't read."""
+    path = folder / "generation_config.json"
+    return not folder.is_dir() or (path.is_file() and read_object(path).get("eos_token_id") is not None)
 
 
 def _has_no_end(folder: Path) -> bool:

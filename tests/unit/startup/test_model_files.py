@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Model, Rollout
+from rlpack.config.schema import Config, Data, Model, Rollout
 from rlpack.data.hub import NotOnHubError
 from rlpack.models.errors import ModelError
 from rlpack.startup.model_files import check_model_files, hub_models, weight_problems
@@ -125,6 +125,19 @@ def test_a_tokenizer_without_an_end_needs_ids_that_end_a_response(folder):
         ConfigError, match=rf"rollout.stop_token_ids holds {NUM_TOKENS}, but the model's ids are from 0"
     ):
         check(folder, rollout=Rollout(stop_token_ids=(1, NUM_TOKENS)))
+
+
+def test_other_ends_of_a_response_replace_the_tokenizers(folder):
+    change(folder / "tokenizer_config.json", eos_token=None)
+    refused = refusal(folder)
+    assert "eos_token_id in the generation_config.json of model.path" in refused
+    assert "data.chat_template=true" in refused
+    check(folder, data=Data(chat_template=True))
+    for ends, passes in ((None, False), (0, True), ([1, 2], True)):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        check(folder) if passes else refusal(folder)
+    (folder / "generation_config.json").write_text("[")
+    assert "in which a JSON file can't be read" in refusal(folder)
 
 
 def test_the_nearest_folder_is_offered(folder):
