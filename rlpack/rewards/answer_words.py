@@ -59,13 +59,19 @@ def letters_of(answer: str) -> str | None:
     >>> letters_of("no"), letters_of("xy"), letters_of(r"\text{xy}")
     ('no', None, 'xy')
     """
+    return None if _is_product(answer) else _all_letters(answer)
+
+
+def _is_product(answer: str) -> bool:
+    letters = answer.strip().strip("$").strip().removesuffix(".")
+    return _PRODUCT.fullmatch(letters) is not None and not _SHORT_WORD.fullmatch("".join(letters.split()))
+
+
+def _all_letters(answer: str) -> str | None:
     text = _without_commands(answer).removesuffix(".")
     if len(text) < 2 or not _LETTERS.fullmatch(text) or _MATHEMATICAL.search(text):
         return None
-    letters = "".join(text.split())
-    if _PRODUCT.fullmatch(text) and not _SHORT_WORD.fullmatch(letters) and not _TEXT_COMMAND.search(answer):
-        return None
-    return letters.lower()
+    return "".join(text.split()).lower()
 
 
 def quantity(answer: str) -> tuple[str, str] | None:
@@ -111,7 +117,8 @@ def differ(said: str, answer: str) -> bool:
     units = sorted({_DIMENSION.sub("", unit) for _, unit in amounts} - {"", "unit"})
     if len(units) == 2 and not units[1].startswith(units[0]):  # one may be shortened
         return True
-    letters = {letters_of(said), letters_of(answer)}
+    # A product is compared with a word as text.
+    letters = set() if _is_product(said) and _is_product(answer) else {_all_letters(said), _all_letters(answer)}
     said, answer = _without_commands(said), _without_commands(answer)
     labels = {match[1].lower() for match in (_LABEL.match(said), _LABEL.match(answer)) if match}
     halves = {match[1].lower() for match in (_TIME.fullmatch(said), _TIME.fullmatch(answer)) if match}
