@@ -1,8 +1,9 @@
 """Rules across keys, beyond the type and limits of a single key.
 
 Every rule is a generator of problems. `broken_rules` runs all of them, so that users see all problems at once. Rules
-depend on values only; files, packages and the machine are checked by `rlpack.cli.environment`. One exception: a missing
-data file without a validation source is reported here, because it is the first thing to fix.
+depend on values only; files, packages and the machine are checked by `rlpack.cli.environment`. Two exceptions: a
+missing data file without a validation source is reported here, because it is the first thing to fix, and a tokenizer in
+a folder needs no revision.
 """
 
 import os
@@ -35,7 +36,7 @@ from rlpack.config.roles import (
     pool_of,
     role_compute,
 )
-from rlpack.config.schema import Config
+from rlpack.config.schema import Config, Model
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
 
@@ -205,10 +206,24 @@ def _model(config: Config) -> Iterator[str]:
             f"model.tokenizer_revision is {model.tokenizer_revision!r}, but the tokenizer is that of model.path, which "
             "has model.revision; set model.tokenizer to another, or model.tokenizer_revision=null"
         )
-    if model.trust_remote_code and (model.path is None or model.revision is None):
+    yield from _remote_code(model)
+
+
+def _remote_code(model: Model) -> Iterator[str]:
+    if not model.trust_remote_code:
+        return
+    if model.path is None or model.revision is None:
         yield (
             "model.trust_remote_code is true, but code from the hub runs only at a pinned commit; "
             "set model.path and model.revision, or set it to false"
+        )
+    tokenizer = model.tokenizer
+    if tokenizer in (None, model.path) or model.tokenizer_revision is not None:
+        return
+    if not os.path.isdir(os.path.expanduser(tokenizer)):
+        yield (
+            f"model.trust_remote_code is true, but model.tokenizer, {tokenizer!r}, has no pinned commit; set "
+            "model.tokenizer_revision, or set model.trust_remote_code=false"
         )
 
 

@@ -178,7 +178,8 @@ class Model(Section):
     )
     revision: str | None = Field(default=None, description="Pinned revision of a model on the Hub.")
     tokenizer_revision: str | None = Field(
-        default=None, description="Pinned revision of model.tokenizer on the Hub, if that isn't model.path."
+        default=None,
+        description="Pinned revision of model.tokenizer on the Hub, if that isn't model.path; needed to run its code.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run code from the model's repository; needs model.revision."

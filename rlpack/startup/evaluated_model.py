@@ -19,7 +19,7 @@ from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
 from rlpack.observe.run_dir import CHECKPOINTS, holds_run
 from rlpack.startup.given_model import find_folder
-from rlpack.startup.same_run import check_fields
+from rlpack.startup.same_run import check_fields, saved_model
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def run_config(state: Mapping[str, Any]) -> Config:
     A tokenizer of characters is built from the prompts of the section `evaluation`, too.
     """
     saved, names = state["config"], ("seed", "model", "data", "rollout", "actor", "evaluation")
-    return Config.model_validate({name: saved[name] for name in names})
+    return Config.model_validate({name: saved[name] for name in names} | {"model": saved_model(saved)})
 
 
 def held_out_source(config: Config) -> str:

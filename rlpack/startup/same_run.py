@@ -1,5 +1,6 @@
 """Compare a resumed run with the configuration that its checkpoint was written with."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,19 @@ def check_steps(progress: Mapping[str, Any], config: Config) -> None:
         )
 
 
+def saved_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `model` of a stored configuration, also of a version without `tokenizer_revision`.
+
+    Such a version loaded a tokenizer from another repository at `model.revision`. A folder has no revision.
+    """
+    model = config["model"]
+    tokenizer = model.get("tokenizer")
+    if "tokenizer_revision" in model or tokenizer in (None, model.get("path")):
+        return model
+    is_folder = Path(os.path.expanduser(tokenizer)).is_dir()
+    return model | {"tokenizer_revision": None if is_folder else model.get("revision")}
+
+
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a resumed run may not change, by dotted key."""
     optimizer = {key: value for key, value in flat(config).items() if key.startswith(FIXED_PREFIXES)}
@@ -196,7 +210,8 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
     Raises:
         ConfigError: names each key that differs, with both values.
     """
-    before, now = (_fixed(values) for values in (saved, without_secrets(config.model_dump(mode="json"))))
+    now = _fixed(without_secrets(config.model_dump(mode="json")))
+    before = _fixed(saved | {"model": saved_model(saved)})
     differing = list(_other_values(before, now, config))
     differing += _other_ranks(saved, config)
     if config.algorithm.kl_coef > 0 and not has_reference:

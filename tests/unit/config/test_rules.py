@@ -158,6 +158,10 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"model": {}}, "lacks model_type"),
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
+        (
+            {"model": {"path": "a/b", "revision": "abc", "tokenizer": "a/c", "trust_remote_code": True}},
+            "model.tokenizer, 'a/c', has no pinned commit; set model.tokenizer_revision, or set",
+        ),
         ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision needs a hub model"),
         ({"model": {"path": "a/b", "tokenizer_revision": "abc"}}, "but the tokenizer is that of model.path"),
         (

@@ -4,7 +4,7 @@ from rlpack.checkpoint import commit
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Data, SFTWarmup, Trainer
+from rlpack.config.schema import Config, Data, Model, SFTWarmup, Trainer
 from rlpack.startup.same_run import check_resumed, check_same_run
 
 
@@ -99,3 +99,18 @@ def test_a_value_that_determines_the_steps_or_the_state_has_to_stay(key, value):
 )
 def test_a_value_that_a_resumed_run_can_change_is_accepted(key, value):
     check_same_run(Config().model_dump(mode="json"), Config.model_validate(nested(key, value)))
+
+
+def test_a_run_of_a_version_without_a_tokenizers_revision_used_the_models(tmp_path):
+    def check(tokenizer, own):
+        model = Model(path="a/model", tokenizer=tokenizer, revision="main", tokenizer_revision=own)
+        saved = Config(model=model).model_dump(mode="json")
+        del saved["model"]["tokenizer_revision"]
+        check_same_run(saved, Config(model=model))
+
+    check("b/tokenizer", "main")
+    check(str(tmp_path), None)
+    check("a/model", None)
+    check(None, None)
+    with pytest.raises(ConfigError, match=r"set model\.tokenizer_revision as it was"):
+        check("b/tokenizer", None)
