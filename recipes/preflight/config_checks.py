@@ -237,7 +237,7 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
 
 
 def _warn_of_unset_variables(config: Config) -> None:
-    """Warn about variables that reward functions are to see, and that this machine's ranks won't have."""
+    """Warn about names in reward.env_vars that are not set on this machine."""
     unset = [name for name in config.reward.env_vars if name not in os.environ]
     if unset and config.placement.address is None:
         logger.warning(

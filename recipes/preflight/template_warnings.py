@@ -9,7 +9,7 @@ from rlpack.data.prompts import Prompts
 def template_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> list[str]:
     """Return a warning if prompts probably lack the form in which a pretrained model was trained.
 
-    A text's special tokens become plain characters, so a prompt that was rendered before isn't what it looks like.
+    A text's special tokens become plain characters, so already rendered prompts lose their special tokens.
 
     Args:
         config: the whole configuration.
@@ -34,5 +34,5 @@ def template_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, prompt
         return []
     return [
         "data.chat_template is false, so prompts are used as plain text, but the tokenizer has a chat template; for an "
-        "instruct model, set data.chat_template=true, which renders prompts as it was trained"
+        "instruct model, set data.chat_template=true, so that prompts have the format that the model was trained on"
     ]

@@ -331,7 +331,7 @@ def _secrets(config: Config) -> Iterator[str]:
     for place, values in free.items():
         for path in secret_paths(place, values):
             # Only the names in users' own functions and classes can be changed.
-            rest = ", such as HF_TOKEN" if place == "rollout.vllm" else "; if it is none, rename it"
+            rest = ", such as HF_TOKEN" if place == "rollout.vllm" else "; if it is not a secret, rename the key"
             yield (
                 f"{path} looks like a secret, and configs are stored and shown; pass it as an environment variable"
                 f"{rest}"

@@ -1,4 +1,4 @@
-"""Check that answers can be equalled by a response, as the built-in reward function `final_answer` compares them."""
+"""Check that a response can match the answers, as the built-in reward function `final_answer` compares them."""
 
 from collections.abc import Iterator, Sequence
 

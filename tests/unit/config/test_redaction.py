@@ -244,7 +244,9 @@ def test_every_mapping_of_free_values_refuses_what_would_be_hidden(place: str):
     (said,) = [problem for problem in caught.value.problems if "looks like a secret" in problem]
     assert said.startswith(f"{path} looks like a secret, and configs are stored and shown; pass it as an environment")
     of_vllm = place == "rollout.vllm"
-    assert said.endswith("such as HF_TOKEN" if of_vllm else "as an environment variable; if it is none, rename it")
+    assert said.endswith(
+        "such as HF_TOKEN" if of_vllm else "as an environment variable; if it is not a secret, rename the key"
+    )
 
 
 def _with_targets(config: dict[str, Any]) -> dict[str, Any]:
