@@ -210,3 +210,11 @@ def test_the_subset_of_a_runs_dataset_is_that_of_no_other(tmp_path, overrides, h
     evaluated = compose_evaluation(overrides, _base_values(find_model(str(tmp_path), None), overrides))
     assert (evaluated.data.source, evaluated.data.subset) == held_out
     assert evaluated.data.held_out == held_out
+
+
+def test_a_run_of_a_version_without_a_tokenizers_revision_is_evaluated_with_the_models():
+    model = {"path": "a/model", "tokenizer": "b/tokenizer", "revision": "main"}
+    saved = compose(["model=pretrained", *(f"model.{key}={value}" for key, value in model.items())])
+    config = saved.model_dump(mode="json")
+    del config["model"]["tokenizer_revision"]
+    assert run_config({"config": config}).model.tokenizer_revision == "main"
