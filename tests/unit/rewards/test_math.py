@@ -284,17 +284,17 @@ def test_a_number_with_words_that_change_it_has_another_text(words):
 
 @pytest.mark.parametrize("text", ["\\boxed{", "\\text{", "{", "5 eggs ", "ab ", r"\text{a", "a", "5,"])
 def test_the_time_to_compare_words_is_in_proportion_to_the_text(text):
-    began = time.monotonic()
+    began = time.process_time()
     text *= 400_000 // len(text)
     differ(boxed(rf"\boxed{{{text}}}") or text, text)
-    assert time.monotonic() - began < 10.0
+    assert time.process_time() - began < 10.0
 
 
 @pytest.mark.parametrize("text", ["1 000 ", "1 1/", "1~", " ", r"1\,", "-$", "000 000", "1", "1.}", "2 1/2 "])
 def test_the_time_to_rewrite_numbers_is_in_proportion_to_the_text(text):
-    began = time.monotonic()
+    began = time.process_time()
     normalized(text * (400_000 // len(text)))
-    assert time.monotonic() - began < 10.0
+    assert time.process_time() - began < 10.0
 
 
 @pytest.mark.parametrize(
@@ -392,11 +392,11 @@ def test_different_answers_have_different_texts(one, other):
 )
 def test_answers_are_simplified_in_little_time(answer):
     completion = rf"\boxed{{{answer}}}"
-    began = time.monotonic()
+    began = time.process_time()
     math._parse_response(completion)
-    read = time.monotonic()
+    read = time.process_time()
     assert final_answer_text(completion)
-    assert time.monotonic() - read < 5.0 + 2 * (read - began)
+    assert time.process_time() - read < 5.0 + 2 * (read - began)
 
 
 @pytest.mark.parametrize("answer", ["e^{-0.1x}", "e^{-0.1 x}", r"\exp(-0.1x)", r"e^{-x \cdot 0.1}"])
