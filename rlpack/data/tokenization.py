@@ -137,7 +137,7 @@ def tokenize_demonstrations(
     if not isinstance(last, int):
         raise DataError(
             f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
-            "model.tokenizer to one that has one"
+            "model.tokenizer to one with the same vocabulary that has one"
         )
     specials = _special_tokens(tokenizer)
     return [[*ids, last] for ids in _encode_texts(tokenizer, texts, places, specials, add_special_tokens=False)]
@@ -276,7 +276,10 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: st
     # A word of known characters may be unknown too, such as the spelling of the unknown token.
     unknown = {*filter(is_unknown, {*text})} or {*filter(is_unknown, text.split())}
     name = tokenizer_name(tokenizer)
-    return f"{place} has characters that {name} cannot encode: {sorted(unknown)}; in {text[:80]!r}"
+    return (
+        f"{place} has characters that {name} cannot encode: {sorted(unknown)}; in {text[:80]!r}; change the text, or "
+        "set model.path to a model whose tokenizer has these characters"
+    )
 
 
 def _encode_messages(

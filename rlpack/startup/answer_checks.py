@@ -42,7 +42,8 @@ def _problems(config: Config, examples: Sequence[Example], source: str) -> Itera
             continue
         if with_marker := [answer for answer in answers if marker in answer]:
             number = f"{len(with_marker)} of the {len(answers)} answers"
-            shown = repr(with_marker[0][-_LONGEST_SHOWN:])
+            answer = with_marker[0]
+            shown = repr(answer if len(answer) <= _LONGEST_SHOWN else f"… {answer[-_LONGEST_SHOWN:]}")
             yield (
                 len(with_marker) == len(answers),
                 f"{key} is {function}, which compares the text after a response's last {marker!r}, but {number} in "

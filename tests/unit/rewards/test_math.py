@@ -114,6 +114,12 @@ def test_other_spaces_and_commas_separate_numbers(completion, answer, reward):
     assert equivalent(completion, answer) == reward
 
 
+@pytest.mark.parametrize("said", ["#8", "####8", "a15b05#8", "so 5.\n####8", "####$8", "item #3 costs 8", "#### 8"])
+def test_a_number_needs_no_space_after_a_number_sign(said):
+    assert (equivalent(said, "8"), equivalent(said, "#### 8"), equivalent(said, "3")) == (1.0, 1.0, 0.0)
+    assert equivalent(said.replace("8", "-8"), "-8") == 1.0
+
+
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
