@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -24,12 +24,25 @@ _ASK_AGAIN_S = 20.0
 _RECEIVE_S = 60.0
 
 
+class RowSource(NamedTuple):
+    """The rank on an object's node that copies rows for other nodes.
+
+    Attributes:
+        actor: returns its actor, which is another one after a restart.
+        copy: given a reference to an object, and rows by column, returns a reference to a copy of these rows; None if
+            the rank runs a call of another thread, as engines do that generate the next batch: the copy would wait.
+    """
+
+    actor: Callable[[], Any]
+    copy: Callable[[ray.ObjectRef, dict[str, np.ndarray]], ray.ObjectRef | None]
+
+
 class ObjectHandle:
     """Columns in the object store, until the handle is freed or no longer referenced.
 
     Attributes:
         node: where the object is; None on a rank, which only received the handle.
-        source: returns the rank on the object's node that copies rows for other nodes; None for objects of the driver.
+        source: the rank that copies rows for other nodes; None for objects of the driver.
         producer: role and rank that stored it.
         whole: of a copy of some rows: reference to the object that they are copied from, and the rows by column (int64
             [n]). The object outlives the rank that copies. None for other handles.
@@ -39,7 +52,7 @@ class ObjectHandle:
         self,
         ref: ray.ObjectRef,
         node: str | None = None,
-        source: Callable[[], Any] | None = None,
+        source: RowSource | None = None,
         producer: tuple[str, int | None] | None = None,
         when_freed: Callable[[], None] = lambda: None,
         whole: tuple[ray.ObjectRef, dict[str, np.ndarray]] | None = None,
@@ -178,8 +191,8 @@ def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     """Return the batch as a rank on `node` receives it.
 
     Objects on that node are read in place. Of objects on other nodes, the handle's `source` copies the rows that the
-    shard has, so that only these travel; if it has died, the whole object does. If `node` is None, every object counts
-    as remote. Objects of the driver have no `source` and travel whole.
+    shard has, so that only these travel; if it is busy or dies, the whole object does. If `node` is None, every
+    object counts as remote. Objects of the driver have no `source` and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
@@ -188,18 +201,15 @@ def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
             if isinstance(handle, ObjectHandle) and handle.source is not None and handle.node != node:
                 by_name = rows_by_handle.setdefault(handle, {})
                 by_name[name] = np.union1d(by_name.get(name, rows), rows)
-    if not rows_by_handle:
+    cuts: dict[Handle, Handle] = {}
+    rows_left: dict[tuple[Handle, str], np.ndarray] = {}
+    for handle, by_name in rows_by_handle.items():
+        assert handle.source is not None
+        if (copy := handle.source.copy(handle.ref, by_name)) is not None:
+            cuts[handle] = ObjectHandle(copy, producer=handle.producer, whole=(handle.ref, by_name))
+            rows_left |= {(handle, name): rows for name, rows in by_name.items()}
+    if not cuts:
         return batch
-    cuts: dict[Handle, Handle] = {
-        handle: ObjectHandle(
-            handle.source().copy_rows.remote(handle.ref, rows), producer=handle.producer, whole=(handle.ref, rows)
-        )
-        for handle, rows in rows_by_handle.items()
-        if handle.source is not None
-    }
-    rows_left: dict[tuple[Handle, str], np.ndarray] = {
-        (handle, name): rows for handle, by_name in rows_by_handle.items() for name, rows in by_name.items()
-    }
     local = batch.copy()
     for name, column in columns.items():
         handles = {handle: cuts.get(handle, handle) for handle in column.handles}

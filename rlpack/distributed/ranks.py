@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
 import ray
 
 from rlpack.batch.batch import BatchedDataDict
@@ -20,6 +21,7 @@ from rlpack.distributed.answers import answered
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.errors import RanksRestartedError, RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, rank_calls
+from rlpack.distributed.object_handles import RowSource
 from rlpack.distributed.pool_processes import CLOSE_S
 from rlpack.distributed.restartable_pool import LostRanksError, RestartablePool
 from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
@@ -84,15 +86,15 @@ class RayRanks(RestartablePool):
         Raises:
             RanksRestartedError: the ranks were started again, and the call can't be repeated.
         """
-        self._submitted.remove(submitted.call_id)
-        while True:
-            try:
-                return self._collect(submitted)
-            except LostRanksError as lost:
-                self._start_again(lost, submitted.num_starts)
-                if submitted.call.of_start is not None:
-                    raise RanksRestartedError(lost.error) from lost.error
-                self._start(submitted)
+        with self._submitted.awaiting(submitted):
+            while True:
+                try:
+                    return self._collect(submitted)
+                except LostRanksError as lost:
+                    self._start_again(lost, submitted.num_starts)
+                    if submitted.call.of_start is not None:
+                        raise RanksRestartedError(lost.error) from lost.error
+                    self._start(submitted)
 
     def _collect(self, submitted: SubmittedCall) -> list[Any]:
         """Wait for a call and return the results of its output ranks."""
@@ -182,16 +184,29 @@ class RayRanks(RestartablePool):
             return [
                 offloaded.with_handles(
                     [
-                        room.keep(ref, size, nodes[rank], partial(self._actor, rank), (call.role, rank))
+                        room.keep(ref, size, nodes[rank], self._row_source(rank), (call.role, rank))
                         for ref, size in zip(stored.get(rank, []), offloaded.sizes, strict=True)
                     ]
                 )
                 for rank, offloaded in rows.items()
             ]
 
-    def _actor(self, rank: int) -> Any:
-        """Return the actor of a rank, which is another one after a restart."""
-        return self._pool.actors[rank]
+    def _row_source(self, rank: int) -> RowSource:
+        """Return how a rank copies rows of its objects for other nodes."""
+        return RowSource(lambda: self._pool.actors[rank], partial(self._copy_rows, rank))
+
+    def _copy_rows(self, rank: int, ref: ray.ObjectRef, rows: dict[str, np.ndarray]) -> ray.ObjectRef | None:
+        """Start to copy rows of an object of a rank; None if another thread's call keeps the rank busy.
+
+        The caller may hold the lock of another pool, so it doesn't wait for a thread that is submitting a call here.
+        """
+        if not self._submitting.acquire(timeout=0.0):
+            return None
+        try:
+            busy = self._submitted.keeps_busy(rank)
+            return None if busy else self._pool.actors[rank].copy_rows.remote(ref, rows)
+        finally:
+            self._submitting.release()
 
     def discard_submitted(self) -> list[str]:
         """Drop the results of this thread's calls that have not been requested, and return the names of the calls.

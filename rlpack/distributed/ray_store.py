@@ -12,7 +12,7 @@ that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
    its deadline. A lease is released by the thread that opened it, so a thread that this one waits for
    (`StoreLease.awaited`, `RayStore.waiting`) never waits for the lease.
 
-Copies that are cut for ranks of another node live as long as their call and are not counted.
+Copies for ranks of another node, of rows or whole objects, live as long as their call and are not counted.
 """
 
 import logging
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import ray
@@ -33,7 +33,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError, in_units
-from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node
+from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, RowSource, for_node
 from rlpack.distributed.ray_internals import stores
 from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases, no_lease
 
@@ -326,7 +326,7 @@ class RayStore:
         if isinstance(cause, ObjectLostError):
             lost = [handle for handle in held if handle.ref.hex() == cause.object_ref_hex]
         elif isinstance(cause, RayActorError):  # the rank that was to copy rows
-            lost = [one for one in held if one.source is not None and one.source()._actor_id.hex() == cause.actor_id]
+            lost = [one for one in held if one.source and one.source.actor()._actor_id.hex() == cause.actor_id]
         return lost[0].producer if lost else None
 
 
@@ -348,7 +348,7 @@ class Reservation:
         ref: ray.ObjectRef,
         size: int,
         node: str,
-        source: Callable[[], Any] | None,
+        source: RowSource | None,
         producer: tuple[str, int | None],
     ) -> ObjectHandle:
         """Return the handle of an object of `size` bytes, which claims them until it is freed."""

@@ -8,7 +8,8 @@ Invariants (tests/unit/distributed/test_submitted.py):
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, get_ident
 from typing import Any
@@ -49,6 +50,7 @@ class SubmittedCalls:
     """The calls of one pool whose results have not been requested yet, by id, in the order of submission."""
 
     _calls: dict[int, SubmittedCall] = field(default_factory=dict)
+    _awaited: dict[int, SubmittedCall] = field(default_factory=dict)  # someone waits for their results
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, submitted: SubmittedCall) -> None:
@@ -77,10 +79,25 @@ class SubmittedCalls:
         with self._lock:
             return list(self._calls.values())
 
-    def remove(self, call_id: int) -> None:
-        """Forget a call, because someone waits for it now."""
+    @contextmanager
+    def awaiting(self, submitted: SubmittedCall) -> Iterator[None]:
+        """Count a call as one whose result was requested, and forget it after the block, which waits for it."""
         with self._lock:
-            self._calls.pop(call_id, None)
+            self._calls.pop(submitted.call_id, None)
+            self._awaited[submitted.call_id] = submitted
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._awaited[submitted.call_id]
+
+    def keeps_busy(self, rank: int) -> bool:
+        """Return whether a rank runs, or is about to run, a foreground call of another thread."""
+        with self._lock:
+            return any(
+                one.thread != get_ident() and not one.call.background and rank in one.call.called
+                for one in (*self._calls.values(), *self._awaited.values())
+            )
 
     def record_answer(self, ref: ray.ObjectRef) -> None:
         """Record that a rank has answered: it no longer holds up later calls."""

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -112,6 +113,37 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
             assert num_read == (part_of_row == rank).sum() + far
         again = cluster.store.fetch(groups["fixed"].run(Echo.times, given, 3))
         assert torch.equal(again["times"].values, batch["input_ids"].values * 6)
+
+
+def test_rows_on_another_node_are_read_while_their_rank_runs_a_call_of_another_thread(machines: Machines):
+    roles: dict[str, Any] = {name: Role(target="tests.distributed.roles:Echo") for name in ("engine", "reader")}
+    pools = {"main": Pool(ranks=1), "engines": Pool(ranks=1)}
+    placement = Placement(
+        address=machines.address, pools=pools, roles={"engine": "engines"}, start_timeout_s=240.0, call_timeout_s=60.0
+    )
+    config = tiny_config(roles=roles, placement=placement)
+    batch = tiny_rollouts(SIZES).keep(["input_ids", "uid"])
+    with Cluster(placement) as cluster, cluster.store.lease("a step"):
+        groups = start_roles(cluster, config, list(roles), (config, tiny_tokenizer()))
+        made = groups["engine"].run(Echo.times, batch, 2)
+        given = BatchedDataDict({**made, "input_ids": made["times"]})
+        assert {handle.node for handle in made["times"].handles} != set(groups["reader"].ranks.nodes)
+        seconds, has_started = 15.0, threading.Event()
+
+        def generate() -> None:
+            """Draw the next batch, as another thread does."""
+            pending = groups["engine"].submit_to(0, Echo.hand_back_late, batch, seconds)
+            has_started.set()
+            pending.result()
+
+        drawing = threading.Thread(target=generate)
+        drawing.start()
+        assert has_started.wait(30.0)
+        assert groups["reader"].run(Echo.times, given, 3)["rank"].tolist() == [0] * len(SIZES)
+        read = cluster.store.fetch(made)
+        assert drawing.is_alive(), "rows were read only once the other call had ended"
+        assert torch.equal(read["times"].values, batch["input_ids"].values * 2)
+        drawing.join(60.0)
 
 
 def test_a_rank_that_is_stopped_on_another_node_is_named(machines: Machines, tmp_path: Path):

@@ -11,24 +11,20 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed import object_handles
-from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
+from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, RowSource, for_node, handles_of
 
 TOKENS = Ragged.from_rows([[1, 2], [3], [4, 5, 6]], torch.int64)
 LOST = ObjectLostError("whole", None, "")
 
 
-class Copier:
-    """A rank on the node of the objects; its `copy_rows` gives the reference "copy"."""
-
-    class copy_rows:  # noqa: N801 - a method of an actor
-        @staticmethod
-        def remote(ref: Any, rows: Any) -> Any:
-            return "copy"
+def copy(ref: Any, rows: Any) -> Any:
+    """Return the reference to a copy of rows."""
+    return "copy"
 
 
 def received(rows: list[int]) -> BatchedDataDict:
     """Return rows of an object on node `far` as a rank on node `here` receives them."""
-    handle = ObjectHandle(cast(Any, "whole"), "far", Copier, ("rollout", 1))
+    handle = ObjectHandle(cast(Any, "whole"), "far", RowSource(lambda: None, copy), ("rollout", 1))
     batch = BatchedDataDict({"input_ids": RemoteColumn.whole(handle, "input_ids", TOKENS)})
     sent = for_node(batch.select(rows), "here")
     assert [one.ref for one in handles_of(sent)] == ["copy"]
@@ -68,3 +64,9 @@ def test_a_handle_that_is_freed_keeps_no_reference():
     assert handle.whole is not None
     handle.free("at the end of the call")
     assert (handle.whole, handle.is_readable) == (None, False)
+
+
+def test_a_rank_that_is_busy_is_asked_for_no_rows():
+    handle = ObjectHandle(cast(Any, "whole"), "far", RowSource(lambda: None, lambda ref, rows: None), ("rollout", 1))
+    batch = BatchedDataDict({"input_ids": RemoteColumn.whole(handle, "input_ids", TOKENS)}).select([2, 0])
+    assert [one.ref for one in handles_of(for_node(batch, "here"))] == ["whole"]

@@ -1,6 +1,7 @@
 """Which calls hold up another one, and what is left of calls that are discarded."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from rlpack.distributed.calls import Call
@@ -26,9 +27,9 @@ def submitted(*names: str) -> SubmittedCalls:
 
 def test_only_calls_that_were_submitted_before_one_that_is_waited_for_hold_it_up():
     calls = submitted("first", "second", "third")
-    calls.remove(101)  # as the driver waits for it
-    assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
-    assert list(calls.before(parts("fourth", 3))) == ["first 0", "first 1", "third 0", "third 1"]
+    with calls.awaiting(calls.all()[1]):
+        assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
+        assert list(calls.before(parts("fourth", 3))) == ["first 0", "first 1", "third 0", "third 1"]
     assert calls.before([]) == {}
 
 
@@ -65,11 +66,23 @@ def test_a_thread_discards_no_call_of_another_one():
 
 def test_calls_of_ranks_that_ended_hold_nothing_up_and_are_repeated_in_order():
     calls = submitted("first", "slow", "third")
-    calls.remove(100)  # its caller repeats it
-    dependent = SubmittedCall(Call("echo", "dependent", [()], {}, ranks=(0,), of_start=1), 200)
-    calls.add(dependent)
-    calls.forget_parts()
-    assert calls.before(parts("fourth", 3)) == {}
-    assert [one.call.name for one in calls.all()] == ["echo.slow", "echo.third"]
-    calls.record_start(calls.all()[1], parts("third", 7))
-    assert list(calls.before(parts("fourth", 8))) == ["third 0", "third 1"]
+    with calls.awaiting(calls.all()[0]):  # its caller repeats it
+        dependent = SubmittedCall(Call("echo", "dependent", [()], {}, ranks=(0,), of_start=1), 200)
+        calls.add(dependent)
+        calls.forget_parts()
+        assert calls.before(parts("fourth", 3)) == {}
+        assert [one.call.name for one in calls.all()] == ["echo.slow", "echo.third"]
+        calls.record_start(calls.all()[1], parts("third", 7))
+        assert list(calls.before(parts("fourth", 8))) == ["third 0", "third 1"]
+
+
+def test_ranks_are_busy_while_another_threads_foreground_call_is_in_progress():
+    calls = submitted("slow", "first")  # two ranks, of which the second call needs the first
+    first = calls.all()[1]
+    first.call = replace(first.call, ranks=(0,))
+    assert not calls.keeps_busy(0), "a thread knows of its own calls"
+    with ThreadPoolExecutor(1) as other:
+        assert [other.submit(calls.keeps_busy, rank).result(timeout=10) for rank in range(2)] == [True, False]
+        with calls.awaiting(first):
+            assert other.submit(calls.keeps_busy, 0).result(timeout=10)
+        assert not other.submit(calls.keeps_busy, 0).result(timeout=10)
