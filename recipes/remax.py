@@ -21,7 +21,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.driver.ahead import AheadQueue
-from rlpack.recipes.driver.draws import Batch
+from rlpack.recipes.driver.draws import Batch, WithoutEngines
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
@@ -56,6 +56,7 @@ def draw(session: Session, step: StepContext) -> Batch:
         rollouts = generate(session, step, prompts, sampled.submit)
         generate_greedily(session, step, prompts, greedy.submit)
 
+    @WithoutEngines
     def score(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
         return collect_greedy_rewards(session, step, collect_rewards(session, step, rollouts, sampled), greedy)
 

@@ -9,10 +9,12 @@
     other threads   draw 2      draw 3      draw 4
 
 A batch is *started*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step
-of its number. The picture shows `rollout.publish=drain` and a lead of 1. With `rollout.publish=in_flight` there is no
-drain: new weights reach engines while they sample, and responses continue with them. Then a lead of several steps makes
-sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones, and never a later
-batch before an earlier one (`rlpack.recipes.driver.engine_slots`).
+of its number. The picture shows `rollout.publish=drain` and a lead of 1. `drain` waits for the responses. If scoring
+them needs no engines (`WithoutEngines`), these get new weights meanwhile. They also generate the next batch meanwhile
+if the scoring roles have pools of their own. With `rollout.publish=in_flight` there is no drain: new weights reach
+engines while they sample, and responses continue with them. Then a lead of several steps makes sense: while the last
+responses of a batch are sampled, the engines' free slots sample the next ones, and never a later batch before an
+earlier one (`rlpack.recipes.driver.engine_slots`).
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
@@ -22,11 +24,12 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    further step takes a batch: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That position is known once the
    earlier batch is drawn, or in advance if the recipe draws `trainer.prompts_per_step` prompts for every batch
-   (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time.
+   (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time; with drain, no two of them
+   are generated at a time.
 3. `publish` is called once per step. At most `lead` versions therefore appear between the start of batch b and step b,
-   which takes it. With drain, `publish` waits for the started batch before it loads weights, so all tokens of a
-   batch have one version. `take` nevertheless checks all of this by the tokens' versions.
-4. A checkpoint is written between steps. With drain it holds the waiting batch, which is drawn by then, so a resumed
+   which takes it. With drain, `publish` waits for the responses of the started batch before it loads weights, so all
+   tokens of a batch have one version. `take` nevertheless checks all of this by the tokens' versions.
+4. A checkpoint is written between steps. With drain it holds the waiting batch, whose scores it waits for, so a resumed
    run trains on the same batch, bit for bit, and then draws from the same position of the stream. With in_flight, it
    holds where the waiting batches begin. All of them are drawn again as a whole, from the same positions and seeds,
    with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the times of
@@ -48,7 +51,7 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
    (`rlpack.recipes.driver.evaluations`). It is started after `publish` of step n, and `publish` of step n + 1 waits for
    it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
-   a time. When the evaluation is started, all started batches are drawn (3.), and the next one is started after it,
+   a time. When the evaluation is started, all started batches are generated (3.), and the next one is started after it,
    by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn, of which
    only that of step n + 1 goes before it. Neither order adds a publication between the start of a batch and the step
    that takes it, so the bound stays `lead`. The evaluation waits only for calls of roles, so it ends, and then the draw
@@ -60,29 +63,29 @@ With `lead=0` a batch is drawn by `take`, in the step's own context, as if this 
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.batch_files import check_lists, read_batch
-from rlpack.checkpoint.errors import CheckpointError
+from rlpack.batch.batch_files import check_lists
 from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
 from rlpack.observe.metric_values import as_numbers
-from rlpack.recipes.driver.ahead_checkpoint import (
-    FOLDER,
-    LIST,
-    check_late_window,
-    check_prompts_per_step,
-    write_batches,
-)
+from rlpack.recipes.driver.ahead_checkpoint import FOLDER, check_late_window, read_batches, write_batches
 from rlpack.recipes.driver.batch_lags import lags_of, num_tokens, versions_of
 from rlpack.recipes.driver.batch_room import BatchRoom
-from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, check_drawn, check_late_draw, draw_groups
+from rlpack.recipes.driver.draws import (
+    Batch,
+    Draw,
+    DrawGroups,
+    WithoutEngines,
+    as_scored,
+    check_drawn,
+    check_late_draw,
+    draw_groups,
+)
 from rlpack.recipes.driver.engine_slots import turn_of_batch
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
@@ -90,7 +93,6 @@ from rlpack.recipes.driver.late_groups import LateGroups, set_mini_batches
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.safe_files import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,8 @@ class AheadQueue:
         self._lead, self._room = session.config.trainer.lead, BatchRoom(session, rounds)
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
+        # A rank that generates passes on no scores until its call ends.
+        self._scores_apart = all(group.ranks is not session.rollout.ranks for group in session.scorers)
         self._waiting: deque[StartedBatch] = deque()
         self._taken: StartedBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
@@ -147,9 +151,12 @@ class AheadQueue:
             self._take_next(step)
         assert self._taken is not None
         step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
+        if self._knows_end(self._taken) and (self._in_flight or self._scores_apart):
+            # With drain, it may be started later: the room that this batch takes is known once it is drawn.
+            self._begin_until(step.number + self._lead, has_to=self._in_flight)
         with step.timer("wait"):
             rollouts = self._rollouts_of(step, self._taken)
-        if self._draws_ahead:
+        if self._knows_end(self._taken):
             self._taken.check_end(self._session.config.trainer.prompts_per_step)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
         versions = self._taken.context.versions
@@ -176,20 +183,20 @@ class AheadQueue:
         return rollouts
 
     def drain(self) -> None:
-        """Wait until all started batches are drawn.
+        """Wait until the draws of all started batches need no engine: their responses are complete.
 
         Raises:
-            RoleError: drawing one failed.
+            RoleError: drawing one failed until then.
         """
         for started in self._waiting:
-            started.drawn(self._replace_failed_engines)
+            started.wait_for_engines(self._replace_failed_engines)
 
     def publish(self, step: StepContext) -> None:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
 
-        With drain, the started batch is drawn by then, too. If its draw failed, nothing is sent, and
-        `raise_failure` raises its error once the step is committed. The step no longer needs its batch: with a lead,
-        its payloads and those of the batch are released first, because draws may wait for room.
+        With drain, the responses of the started batch are complete by then, too. If its draw failed, nothing is sent,
+        and `raise_failure` raises its error once the step is committed. The step no longer needs its batch: with a
+        lead, its payloads and those of the batch are released first, because draws may wait for room.
 
         Raises:
             RoleError: the evaluation or the transfer failed.
@@ -213,16 +220,21 @@ class AheadQueue:
         sync_weights(self._session, step)
 
     def raise_failure(self) -> None:
-        """Raise the error of a draw because of which nothing was published; called once the step is committed.
+        """Raise the error of a draw that has failed with drain; called once the step is committed.
+
+        A checkpoint would lack its batch, and a resumed run would draw it with newer weights.
 
         Raises:
             RoleError: drawing the batch failed.
         """
         if self._failure is not None:
             raise self._failure
+        for started in () if self._in_flight else self._waiting:  # it may have failed while it was scored
+            if started.is_drawn:
+                started.drawn()
 
     def _failure_of_draw(self) -> Exception | None:
-        """Wait until all started batches are drawn; return the error of a failed draw, or None."""
+        """Wait until no started draw needs engines; return the error of one that failed, or None."""
         try:
             self.drain()
         except Exception as error:  # noqa: BLE001 - `raise_failure` raises it
@@ -253,8 +265,6 @@ class AheadQueue:
         """
         if not self._lead:
             return
-        if not self._in_flight:
-            self.drain()
         late = [] if self._late is None else self._late.ended(self._replace_failed_engines)
         waiting = [(started, None if self._in_flight else started.drawn()) for started in self._waiting]
         write_batches(self._session, folder / FOLDER, [*late, *waiting])
@@ -267,13 +277,12 @@ class AheadQueue:
         if not self._waiting and not self._draws_ahead:
             started = self._new_batch(step.number, step.progress.prompts_consumed)
             with step.timer("wait"):
-                started.rollouts = started.context.lease.run(partial(self._draw, started.context))
+                started.rollouts = started.context.lease.run(partial(self._draw, started))
             self._taken = started
         else:
             if not self._waiting:
                 self._begin(step.number, step.progress.prompts_consumed)
             self._taken = self._waiting.popleft()
-            self._begin_until(step.number + self._lead if self._draws_ahead else 0)
         assert self._taken.context.number == step.number, "batches are taken in order"
 
     def _release_taken(self) -> None:
@@ -288,6 +297,10 @@ class AheadQueue:
         """Return whether a batch may be started before the previous one is drawn."""
         return self._in_flight and self._draws_once
 
+    def _knows_end(self, started: StartedBatch) -> bool:
+        """Return whether the batch after this one may be started, although this one isn't drawn."""
+        return self._draws_once and (self._in_flight or not started.needs_engines)
+
     def _begin_until(self, number: int, *, has_to: bool = True) -> None:
         """Start the batches after the last started one that have room, in order, up to a step's batch."""
         assert self._taken is not None
@@ -295,7 +308,7 @@ class AheadQueue:
             last = self._waiting[-1] if self._waiting else self._taken
             if last.context.number >= min(number, self._session.config.trainer.steps):
                 return
-            if self._draws_ahead:
+            if self._knows_end(last):
                 start = last.start + self._session.config.trainer.prompts_per_step
             elif last.is_drawn:
                 start = last.context.progress.prompts_consumed
@@ -320,20 +333,21 @@ class AheadQueue:
         """Draw a batch in a separate thread."""
         if self._late is not None:
             started.groups = GroupsByEnd(started.context)
-        draw = partial(self._draw, started.context, started.groups)
         self._session.engine_access.slots.expect(turn_of_batch(started.context.number))
-        started.call = BackgroundCall(partial(self._draw_in_background, started.context, draw), name="draw")
+        started.call = BackgroundCall(partial(self._draw_in_background, started), name="draw")
 
-    def _draw_in_background(self, context: StepContext, draw: Callable[[], BatchedDataDict]) -> BatchedDataDict:
+    def _draw_in_background(self, started: StartedBatch) -> BatchedDataDict:
         """Return the scored rollouts of a step; an error is logged at once, and raised by the step."""
+        context = started.context
         try:
-            return context.lease.run(draw)
+            return context.lease.run(partial(self._draw, started))
         except Exception as error:
             if not self._has_ended:
                 logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
             raise
         finally:
             self._session.engine_access.slots.expect_no_more(turn_of_batch(context.number))
+            started.note_end()
 
     def _new_batch(self, number: int, start: int) -> StartedBatch:
         """Return a batch whose draw is about to begin."""
@@ -341,13 +355,17 @@ class AheadQueue:
         lease = self._session.store.lease(f"the batch of step {number}")
         return StartedBatch(StepContext(number, progress, lease=lease), start)
 
-    def _draw(self, context: StepContext, groups: GroupsByEnd | None = None) -> BatchedDataDict:
-        """Return the scored rollouts of a step; if `groups` is given, also add them to it group by group."""
+    def _draw(self, started: StartedBatch) -> BatchedDataDict:
+        """Return the scored rollouts of a batch; if it has `groups`, also add them to these group by group."""
+        context, groups = started.context, started.groups
         if not self._in_flight:
             self._session.evaluations.wait()
         try:
             if groups is None:
                 rollouts, score = check_drawn(self._draw_batch(self._session, context), self._draw_batch)
+                if isinstance(score, WithoutEngines):
+                    context.versions = versions_of(self._session, rollouts)
+                    started.free_engines()
                 scored = score(context, rollouts)
             else:
                 self._draw_groups(self._session, context, groups.add)
@@ -357,7 +375,7 @@ class AheadQueue:
             raise
         context.metrics |= as_numbers(context.metrics)  # a checkpoint may hold them
         self._room.record_batch(context.lease, num_tokens(scored))
-        if self._late is None:  # read now: later, the ranks that have them may be busy with an evaluation
+        if self._late is None and context.versions is None:  # read now: later, ranks may be busy with an evaluation
             context.versions = versions_of(self._session, scored)
         if not self._is_checked:  # so that it fails at the first step rather than the first checkpoint
             check_lists(self._session.store.fetch(scored))
@@ -372,27 +390,11 @@ class AheadQueue:
 
     def _restore(self, folder: Path) -> None:
         """Restore the batches in a checkpoint, and the number of the newest policy version."""
-        try:
-            document: dict[str, Any] = read_object(folder / LIST)
-            if self._draws_ahead and document["batches"]:
-                check_prompts_per_step(self._session.config, folder, document["prompts_per_step"])
-            # The first publication sends the weights that already had this number.
-            self._session.rollout_weights.version = document["policy_version"] - 1
-            for entry in document["batches"]:
-                started = self._new_batch(entry["step"], entry["start"])
-                if entry["is_drawn"]:
-                    started.context.advance(prompts_consumed=entry["prompts_consumed"])
-                    started.context.metrics |= entry["metrics"]
-                    rollouts = read_batch(folder / f"step-{entry['step']}")
-                    started.rollouts = started.context.lease.run(partial(self._session.store.offload, rollouts))
-                if started.context.number > self._session.progress.step:
-                    if not self._waiting or entry["is_drawn"]:  # others are started like those of a new run
-                        self._waiting.append(started)
-                else:
-                    check_late_window(self._session, folder, started.context.number)
-                    assert self._late is not None
-                    self._late.restore(started, entry.get("counts", {}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
-            ) from error
+        for started, counts in read_batches(self._session, folder, self._new_batch, are_equal=self._draws_ahead):
+            if started.context.number > self._session.progress.step:
+                if not self._waiting or started.is_drawn:  # others are started like those of a new run
+                    self._waiting.append(started)
+            else:
+                check_late_window(self._session, folder, started.context.number)
+                assert self._late is not None
+                self._late.restore(started, counts)

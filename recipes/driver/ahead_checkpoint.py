@@ -4,16 +4,18 @@ A folder holds the list of waiting batches, and a subfolder for each batch whose
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.batch_files import write_batch
+from rlpack.batch.batch_files import read_batch, write_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Config
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.started_batch import StartedBatch
+from rlpack.safe_files import read_object
 
 FOLDER, LIST = "ahead", "ahead.json"
 
@@ -55,6 +57,45 @@ def _entry(session: Session, target: Path, started: StartedBatch, rows: BatchedD
             "counts": {} if started.groups is None else started.groups.counts,
         }
     return entry
+
+
+def read_batches(
+    session: Session, folder: Path, new_batch: Callable[[int, int], StartedBatch], *, are_equal: bool
+) -> Iterator[tuple[StartedBatch, dict[str, float]]]:
+    """Yield the batches in a folder, in order, with their rows in the store if these were written.
+
+    The policy version of the session's weights becomes that of the checkpoint.
+
+    Args:
+        session: the run.
+        folder: the folder.
+        new_batch: returns the batch of a step, given its number and the position of its first prompt.
+        are_equal: whether every batch has to have `trainer.prompts_per_step` prompts.
+
+    Yields:
+        A batch, and what scoring has counted in it.
+
+    Raises:
+        CheckpointError: a file can't be read, or `trainer.prompts_per_step` has changed although it must not.
+    """
+    try:
+        document: dict[str, Any] = read_object(folder / LIST)
+        if are_equal and document["batches"]:
+            check_prompts_per_step(session.config, folder, document["prompts_per_step"])
+        # The first publication sends the weights that already had this number.
+        session.rollout_weights.version = document["policy_version"] - 1
+        for entry in document["batches"]:
+            started = new_batch(entry["step"], entry["start"])
+            if entry["is_drawn"]:
+                started.context.advance(prompts_consumed=entry["prompts_consumed"])
+                started.context.metrics |= entry["metrics"]
+                rollouts = read_batch(folder / f"step-{entry['step']}")
+                started.rollouts = started.context.lease.run(partial(session.store.offload, rollouts))
+            yield started, entry.get("counts", {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
+        ) from error
 
 
 def check_late_window(session: Session, folder: Path, number: int) -> None:

@@ -32,6 +32,21 @@ class Batch(NamedTuple):
     score: Score
 
 
+class WithoutEngines:
+    """A score that doesn't call the engines.
+
+    With `trainer.lead`, engines may therefore get new weights, and generate the next batch, before it returns.
+    """
+
+    def __init__(self, score: Score) -> None:
+        """Mark a score; use it as a decorator."""
+        self.score = score
+
+    def __call__(self, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        """Score rollouts."""
+        return self.score(step, rollouts)
+
+
 Draw = Callable[[Session, StepContext], Batch]
 # Draws the batch of a step, and calls a function with whole groups as they end.
 DrawGroups = Callable[[Session, StepContext, Callable[[Batch], None]], None]
@@ -47,7 +62,10 @@ def check_drawn(drawn: Any, draw: Callable) -> Batch:
     """
     if isinstance(drawn, tuple) and len(drawn) == 2 and isinstance(drawn[0], BatchedDataDict) and callable(drawn[1]):
         rollouts, score = drawn
-        return Batch(rollouts, score if score is as_scored else partial(scored_rows, score))
+        if score is as_scored:
+            return Batch(rollouts, score)
+        checked = partial(scored_rows, score)
+        return Batch(rollouts, WithoutEngines(checked) if isinstance(score, WithoutEngines) else checked)
     what = type(drawn).__name__
     if isinstance(drawn, tuple):
         what = f"({', '.join(type(value).__name__ for value in drawn)})"
@@ -88,9 +106,9 @@ def _score_problem(score: Score, what: str) -> str:
 
 
 def _name_of(function: Callable) -> str:
-    """Return the name and the module of a function, or of the one in a partial."""
-    while isinstance(function, partial):
-        function = function.func
+    """Return the name and the module of a function, or of the one in a partial or a `WithoutEngines`."""
+    while isinstance(function, partial | WithoutEngines):
+        function = function.func if isinstance(function, partial) else function.score
     is_function = isinstance(function, FunctionType)
     return f"{function.__qualname__} of {function.__module__}" if is_function else repr(function)
 
@@ -115,7 +133,7 @@ def draw_rollouts(session: Session, step: StepContext) -> Batch:
     rewards = PendingRewards(session.scorers)
     with engines_awake(session, step):
         rollouts = generate(session, step, prompts, rewards.submit)
-    return Batch(rollouts, partial(collect_rewards, session, pending=rewards))
+    return Batch(rollouts, WithoutEngines(partial(collect_rewards, session, pending=rewards)))
 
 
 def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:

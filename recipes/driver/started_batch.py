@@ -1,7 +1,8 @@
 """A batch of the queue of `rlpack.recipes.driver.ahead`, from the start of its draw."""
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
@@ -23,6 +24,7 @@ class StartedBatch:
         rollouts: what the draw returned.
         groups: its groups as they end, if they may be taken one by one.
         num_taken: how many of them steps have taken.
+        needs_engines: whether its draw may still call the engines.
     """
 
     context: StepContext
@@ -31,6 +33,8 @@ class StartedBatch:
     rollouts: BatchedDataDict | None = None
     groups: GroupsByEnd | None = None
     num_taken: int = 0
+    needs_engines: bool = True
+    _is_settled: threading.Event = field(default_factory=threading.Event)  # it needs no engine, or its draw has ended
 
     @property
     def is_drawn(self) -> bool:
@@ -46,6 +50,23 @@ class StartedBatch:
             self.rollouts, self.call = self.call.outcome(), None
         assert self.rollouts is not None
         return self.rollouts
+
+    def free_engines(self) -> None:
+        """Note that the draw calls no engine from now on: what is left is to score its responses."""
+        self.needs_engines = False
+        self._is_settled.set()
+
+    def note_end(self) -> None:
+        """Note that the draw has ended or failed; called by its thread."""
+        self._is_settled.set()
+
+    def wait_for_engines(self, while_waiting: Callable[[], None]) -> None:
+        """Return once the draw needs no engine, or has ended; raise what it raised if it failed before that."""
+        with self.context.lease.awaited():
+            while not self.is_drawn and not self._is_settled.wait(LOOK_S):
+                while_waiting()
+        if self.needs_engines:
+            self.drawn(while_waiting)
 
     def check_end(self, num_prompts: int) -> None:
         """Check that a batch whose draw has ended took a number of prompts, as `RecipeSpec.draws_once` says.

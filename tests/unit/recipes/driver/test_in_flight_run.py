@@ -28,6 +28,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.safe_files import read_object
 from tests.unit.recipes.driver.sessions import SavingSession, run_of
 from tests.unit.recipes.driver.simulated_engines import (
     GROUP,
@@ -216,7 +217,7 @@ def test_a_checkpoint_has_where_batches_begin_and_none_of_them_whether_it_was_dr
     finally:
         rank.lock.release()
     queue.drain()
-    batches = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
+    batches = read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
     assert [(entry["step"], entry["start"]) for entry in batches] == [(2, 3), (3, 6), (4, 9), (5, 12)]
     assert [path.name for path in (tmp_path / "step-1/ahead").iterdir()] == ["ahead.json"]
 
@@ -349,7 +350,7 @@ def test_a_checkpoint_is_written_although_a_later_batch_could_not_be_drawn(
     with pytest.raises(RoleError, match="it died"):
         train()
     assert "the batch of step 3 could not be drawn; its step will fail" in caplog.text
-    batches = ahead.read_object(tmp_path / "step-2/ahead/ahead.json")["batches"]
+    batches = read_object(tmp_path / "step-2/ahead/ahead.json")["batches"]
     assert [(one["step"], one["start"]) for one in batches] == [(3, 6), (4, 9)]
 
 

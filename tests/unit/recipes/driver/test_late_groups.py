@@ -24,6 +24,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
+from rlpack.safe_files import read_object
 from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of, set_group
 from tests.unit.recipes.driver.simulated_engines import Ledger, Weights, draw, draw_groups, started, walk
 from tests.unit.recipes.driver.test_in_flight_run import KilledRun
@@ -329,7 +330,7 @@ def test_failures_and_times_of_late_groups_in_a_checkpoint_are_those_of_the_resu
     groups.allow(12, 13)
     (tmp_path / "step-1").mkdir()
     groups.queue.save(tmp_path / "step-1")
-    (saved, _) = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
+    (saved, _) = read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
     resumed = ManualGroups(tmp_path, steps=4, window=2)
     resumed.session.restored, resumed.session.progress = tmp_path / "step-1", step.progress
     resumed.queue = AheadQueue(resumed.session, draw, resumed.draw_groups)
@@ -352,7 +353,7 @@ def test_late_groups_in_a_checkpoint_are_refused_if_they_are_too_late_for_the_wi
     threading.Timer(0.05, groups.allow, [12, 13]).start()  # the checkpoint waits for them
     (tmp_path / "step-1").mkdir()
     groups.queue.save(tmp_path / "step-1")
-    batches = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
+    batches = read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
     assert [(one["step"], one["start"], one["is_drawn"]) for one in batches] == [(1, 0, True), (2, PROMPTS, False)]
     session = groups.session
     session.restored = tmp_path / "step-1"
