@@ -141,3 +141,17 @@ def _other_causes(config: Config, split: Prompts) -> str:
     if config.data.chat_template and TOOLS in split.column_names:
         return f", or an earlier version wrote it, which left the column {TOOLS} out of the prompts"
     return ""
+
+
+def resumed_note(progress: Progress, steps: int, checkpoint: Path) -> str:
+    """Return what a run says as it continues from a checkpoint.
+
+    >>> resumed_note(Progress(phase="train", step=2), 3, Path("runs/a"))
+    'resumed after step 2 of train from runs/a'
+    >>> resumed_note(Progress(phase="train", step=3), 3, Path("runs/a"))
+    'resumed after step 3 of train from runs/a; trainer.steps is 3, so no step is left: raise it to train further'
+    """
+    text = f"resumed after step {progress.step} of {progress.phase} from {checkpoint}"
+    if progress.phase == "train" and progress.step >= steps:
+        text += f"; trainer.steps is {steps}, so no step is left: raise it to train further"
+    return text

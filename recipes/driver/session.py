@@ -40,7 +40,7 @@ from rlpack.recipes.driver.gradient_watch import GradientWatch
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
-from rlpack.recipes.driver.resume import LoadedCheckpoint
+from rlpack.recipes.driver.resume import LoadedCheckpoint, resumed_note
 from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.canary import canary_tokens
@@ -237,7 +237,7 @@ class Session:
         self.restored, self.evaluations.is_due = checkpoint.path, evaluation_is_due
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
-        self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
+        self.run.note(resumed_note(self.progress, self.config.trainer.steps, checkpoint.path))
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:

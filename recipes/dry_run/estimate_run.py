@@ -228,7 +228,8 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
     estimator = open_estimator(config, memory_gb)
     plans = estimator.plans(config)
     numbers = sum(weight.numel() for weight in estimator.model.parameters())
-    show(f"model: {estimator.model.config.model_type}, {numbers / 1e6:,.1f} M parameters")
+    size = f"{numbers / 1e6:,.1f} M" if numbers >= 1e6 else f"{numbers:,}"
+    show(f"model: {estimator.model.config.model_type}, {size} parameters")
     show(run_line(config, len(estimator.prompts)))
     for line in batch_lines(config, estimator.batch(config), plans):
         show(line)
