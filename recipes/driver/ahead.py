@@ -9,12 +9,12 @@
     other threads   draw 2      draw 3      draw 4
 
 A batch is *started*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step
-of its number. The picture shows `rollout.publish=drain` and a lead of 1. `drain` waits for the responses. If scoring
-them needs no engines (`WithoutEngines`), these get new weights meanwhile. They also generate the next batch meanwhile
-if the scoring roles have pools of their own. With `rollout.publish=in_flight` there is no drain: new weights reach
-engines while they sample, and responses continue with them. Then a lead of several steps makes sense: while the last
-responses of a batch are sampled, the engines' free slots sample the next ones, and never a later batch before an
-earlier one (`rlpack.recipes.driver.engine_slots`).
+of its number. The picture shows `rollout.publish=drain` and a lead of 1. `drain` waits for the drawn batch, or only for
+its responses if scoring calls no engine (`WithoutEngines`) and the scoring roles have pools of their own: then engines
+get new weights, and generate the next batch, while this one is scored. With `rollout.publish=in_flight` there is no
+drain: new weights reach engines while they sample, and responses continue with them. Then a lead of several steps makes
+sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones, and never a later
+batch before an earlier one (`rlpack.recipes.driver.engine_slots`).
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
@@ -24,8 +24,8 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    further step takes a batch: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That position is known once the
    earlier batch is drawn, or in advance if the recipe draws `trainer.prompts_per_step` prompts for every batch
-   (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time; with drain, no two of them
-   are generated at a time.
+   (`RecipeSpec.draws_once`). Only in the latter case are several batches drawn at a time; with drain, at most one of
+   them is being generated.
 3. `publish` is called once per step. At most `lead` versions therefore appear between the start of batch b and step b,
    which takes it. With drain, `publish` waits for the responses of the started batch before it loads weights, so all
    tokens of a batch have one version. `take` nevertheless checks all of this by the tokens' versions.
@@ -71,6 +71,7 @@ from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import check_lists
 from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import scores_apart
 from rlpack.distributed.errors import RoleError
 from rlpack.observe.metric_values import as_numbers
 from rlpack.recipes.driver.ahead_checkpoint import FOLDER, check_late_window, read_batches, write_batches
@@ -119,8 +120,7 @@ class AheadQueue:
         self._lead, self._room = session.config.trainer.lead, BatchRoom(session, rounds)
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
-        # A rank that generates passes on no scores until its call ends.
-        self._scores_apart = all(group.ranks is not session.rollout.ranks for group in session.scorers)
+        self._scores_apart = scores_apart(session.config)
         self._waiting: deque[StartedBatch] = deque()
         self._taken: StartedBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
@@ -151,7 +151,7 @@ class AheadQueue:
             self._take_next(step)
         assert self._taken is not None
         step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
-        if self._knows_end(self._taken) and (self._in_flight or self._scores_apart):
+        if self._knows_end(self._taken):
             # With drain, it may be started later: the room that this batch takes is known once it is drawn.
             self._begin_until(step.number + self._lead, has_to=self._in_flight)
         with step.timer("wait"):
@@ -182,21 +182,21 @@ class AheadQueue:
         step.metrics |= own.context.metrics_of_draw()
         return rollouts
 
-    def drain(self) -> None:
-        """Wait until the draws of all started batches need no engine: their responses are complete.
+    def drain(self, *, are_scored: bool = False) -> None:
+        """Wait until the responses of all started batches are complete, or also scored.
 
         Raises:
             RoleError: drawing one failed until then.
         """
         for started in self._waiting:
-            started.wait_for_engines(self._replace_failed_engines)
+            (started.drawn if are_scored else started.wait_for_engines)(self._replace_failed_engines)
 
     def publish(self, step: StepContext) -> None:
         """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
 
-        With drain, the responses of the started batch are complete by then, too. If its draw failed, nothing is sent,
-        and `raise_failure` raises its error once the step is committed. The step no longer needs its batch: with a
-        lead, its payloads and those of the batch are released first, because draws may wait for room.
+        With drain, the started batch is drawn by then, too, or at least its responses are complete. If its draw failed,
+        nothing is sent, and `raise_failure` raises its error once the step is committed. The step no longer needs its
+        batch: with a lead, its payloads and those of the batch are released first, because draws may wait for room.
 
         Raises:
             RoleError: the evaluation or the transfer failed.
@@ -214,7 +214,7 @@ class AheadQueue:
             self._begin_until(step.number + self._lead, has_to=not self._in_flight)
         if self._waiting and not self._in_flight:
             with step.timer("drain"):
-                self._failure = self._failure_of_draw()
+                self._failure = self._failure_of_draw(step)
             if self._failure is not None:
                 return
         sync_weights(self._session, step)
@@ -229,14 +229,14 @@ class AheadQueue:
         """
         if self._failure is not None:
             raise self._failure
-        for started in () if self._in_flight else self._waiting:  # it may have failed while it was scored
-            if started.is_drawn:
-                started.drawn()
+        for started in self._waiting:
+            if started.is_drawn and not self._in_flight:
+                started.drawn()  # it may have failed while it was scored
 
-    def _failure_of_draw(self) -> Exception | None:
-        """Wait until no started draw needs engines; return the error of one that failed, or None."""
+    def _failure_of_draw(self, step: StepContext) -> Exception | None:
+        """Wait as `drain` does; return the error of a failed draw, or None."""
         try:
-            self.drain()
+            self.drain(are_scored=step.number % self._session.config.checkpoint.every == 0)  # a checkpoint needs them
         except Exception as error:  # noqa: BLE001 - `raise_failure` raises it
             return error
         return None
@@ -363,7 +363,7 @@ class AheadQueue:
         try:
             if groups is None:
                 rollouts, score = check_drawn(self._draw_batch(self._session, context), self._draw_batch)
-                if isinstance(score, WithoutEngines):
+                if self._scores_apart and isinstance(score, WithoutEngines):
                     context.versions = versions_of(self._session, rollouts)
                     started.free_engines()
                 scored = score(context, rollouts)

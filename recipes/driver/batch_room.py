@@ -68,7 +68,8 @@ class BatchRoom:
         Args:
             number: its step, for the warning if it doesn't fit.
             started: the batches that were started; those whose payloads were released take no room.
-            has_to: whether the batch has to be started now if it is the next one.
+            has_to: whether the batch has to be started now if it is the next one; if not, it is asked for again later,
+                and there is no warning yet.
         """
         if math.isinf(self._session.store.budget):
             return True
@@ -77,7 +78,7 @@ class BatchRoom:
         if has_to and not taken:
             return True
         needed, room = taken + batch + meanwhile, self._session.store.room(self._session.rollout.ranks.nodes)
-        if needed > room and self._of_batches and not self._has_warned:
+        if needed > room and has_to and self._of_batches and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the batch of step %d is not drawn yet: with the batches before it, a step and an evaluation it may "

@@ -88,6 +88,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         rows_per_step=rows,
         score_s=phases.score_s,
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
+        scores_apart=_scores_apart(config),
     )
     run_rates = RunRates(
         responses,
@@ -122,6 +123,15 @@ def _response_lengths(record: PlanRecord, prompt: float, mean: float, longest: f
     else:
         lengths = np.asarray(record.responses, dtype=np.int64)
     return np.minimum(with_mean(np.maximum(1, lengths), mean), max(1, round(longest)))
+
+
+def _scores_apart(config: Mapping[str, Any]) -> bool:
+    """Return whether no other role has the pool of the rollout role; False without the run's configuration."""
+    try:
+        pools = {role: _pool_of(config, role) for role in ("rollout", *config["placement"]["roles"])}
+    except (KeyError, TypeError):
+        return False
+    return list(pools.values()).count(pools["rollout"]) == 1
 
 
 class _Phases(NamedTuple):

@@ -207,6 +207,11 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
             "scoring that overlapped the log-prob pass of the run is not counted, because the run has no spans of it; "
             "with a lead, steps may take longer, so give --score-s"
         )
+    if rates.scores_apart and rates.score_s and setup.publish == "drain" and setup.lead:
+        yield (
+            "scoring is assumed to overlap generation, because its roles have pools of their own in the run: keep "
+            "these pools (placement.pools, placement.roles) with the keys below"
+        )
     responses = setup.responses_of_an_engine(rates)
     if measured_rates.most_responses is not None and responses > _FURTHER * measured_rates.most_responses:
         yield (

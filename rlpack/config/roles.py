@@ -273,6 +273,15 @@ def sleep_level(config: Config) -> int:
     return 1 if config.rollout.sleep_level is None else config.rollout.sleep_level
 
 
+def scores_apart(config: Config) -> bool:
+    """Return whether no role scores in the pool of the engines.
+
+    Otherwise, ranks that generate or load weights return scores late, and a failure of scoring takes engines along.
+    """
+    engines = pool_of(config, "rollout")
+    return all(pool_of(config, role) != engines for role in started_roles(config) if scores(config, role))
+
+
 def started_roles(config: Config) -> list[str]:
     """Return the roles that this run starts, in the order of `roles`; see `RecipeSpec.roles`.
 

@@ -36,6 +36,14 @@ KL = ("algorithm.kl_coef=0.02",)
 RECIPES = {
     "grpo": (*KL, "checkpoint.asynchronous=true"),
     "dapo": ("recipe=dapo", "dapo.overlong_buffer=4"),
+    # Engines generate a batch while the one before it is scored.
+    "remax, scores apart": (
+        "recipe=remax",
+        "placement.pools.main.cpus_per_rank=0.9",
+        "placement.pools.scores.ranks=1",
+        "placement.pools.scores.cpus_per_rank=0.1",
+        "placement.roles.reward=scores",
+    ),
 }
 
 

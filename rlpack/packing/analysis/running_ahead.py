@@ -3,8 +3,9 @@
 Each slot of an engine generates one response at a time. A token takes `token_s` seconds, and `token_s_per_response`
 more for each other response in the engine. The responses of a batch take free slots in order, and the batch is complete
 when its last response has a reward. Training takes time proportional to the tokens per rank. In turns, scoring overlaps
-the part of it that needs no rewards. Weights are then published, during which the engines pause. `lead` and the two
-ways to publish mean the same as in a run (`rlpack.recipes.driver.ahead`).
+the part of it that needs no rewards. Weights are then published, during which the engines pause. With drain, they are
+published once the next batch is scored, or generated if scoring roles have pools of their own. `lead` and the two ways
+to publish mean the same as in a run (`rlpack.recipes.driver.ahead`).
 """
 
 from collections import deque
@@ -20,7 +21,9 @@ from rlpack.packing.errors import PackingError
 Publish = Literal["drain", "in_flight"]
 # At least this many first steps, which fill the pipeline, are not counted.
 _WARM_UP = 5
-_MAY_BE_ZERO = frozenset({"token_s_per_response", "publish_s", "prompt_tokens", "score_s", "share_before_rewards"})
+_MAY_BE_ZERO = frozenset(
+    {"token_s_per_response", "publish_s", "prompt_tokens", "score_s", "share_before_rewards", "scores_apart"}
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Rates:
         rows_per_step: responses per step.
         score_s: seconds from the last response of a batch to its last reward, in which no engine works for it.
         share_before_rewards: share of training that needs no rewards, such as the pass over old log-probs.
+        scores_apart: whether scoring roles have pools of their own, so that engines get new weights, and generate the
+            next batch, while one is scored.
 
     Raises:
         PackingError: a value is out of range.
@@ -51,6 +56,7 @@ class Rates:
     rows_per_step: int = 256
     score_s: float = 0.0
     share_before_rewards: float = 0.0
+    scores_apart: bool = False
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -147,17 +153,17 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
         while started <= last:
             waiting.append(engines.add(now, rows[started]))
             started += 1
-        batch = waiting.popleft()
+        batch, begins = waiting.popleft(), now
         scored = engines.finish(batch) + _wait_for_scores_s(rates, setup, train_s[step])
         waited_s += max(0.0, scored - now)
         now = max(now, scored)
         lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
         if setup.publish == "drain" and setup.lead:
-            waiting.append(engines.add(now, rows[started]))
+            waiting.append(engines.add(begins if rates.scores_apart else now, rows[started]))
             started += 1
         now += train_s[step]
         if setup.publish == "drain" and waiting:
-            drawn = engines.finish(waiting[-1]) + rates.score_s
+            drawn = engines.finish(waiting[-1]) + (0.0 if rates.scores_apart else rates.score_s)
             waited_s += max(0.0, drawn - now)
             now = max(now, drawn)
         engines.pause(now, rates.publish_s)

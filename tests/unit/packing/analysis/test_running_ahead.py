@@ -54,6 +54,18 @@ def test_scoring_overlaps_the_training_that_needs_no_rewards_in_turns_only(lead:
     assert forecast_run(EVEN, rates, Setup(lead, "drain", 1, 1)).step_s == pytest.approx(step_s, rel=0.05)
 
 
+@pytest.mark.parametrize(("score_s", "train_tokens_per_s", "step_s"), [(5.0, 200.0, 12.5), (4.0, 100.0, 20.0)])
+def test_with_drain_scoring_in_pools_of_its_own_overlaps_both_sides(
+    score_s: float, train_tokens_per_s: float, step_s: float
+):
+    # With g, s and t seconds of generation, scoring and training, a step waits w for scores, and the next batch is
+    # generated from its start on. It publishes after w + t, which is w + t - g after that generation. So
+    # w = s - (w + t - g), and a step takes w + t = (g + s + t) / 2, or t if that is more.
+    given = {"score_s": score_s, "train_tokens_per_s": train_tokens_per_s, "scores_apart": True}
+    rates = Rates(**(vars(RATES) | given))
+    assert forecast_run(EVEN, rates, Setup(1, "drain", 1, 1)).step_s == pytest.approx(step_s, rel=0.05)
+
+
 @pytest.mark.parametrize("added_s", [0.0, 0.01, 0.05])
 def test_responses_of_an_engine_slow_each_other_down(added_s: float):
     rates = Rates(**(vars(RATES) | {"token_s_per_response": added_s, "slots": 400, "train_tokens_per_s": 1e9}))

@@ -3,14 +3,12 @@
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Trainer
+from rlpack.config.schema import Checkpoint, Placement, Pool, Trainer
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
@@ -33,10 +31,13 @@ class SlowScores:
         *,
         steps: int,
         without_engines: bool = True,
+        pool: str = "main",
         count: int = PROMPTS,
     ) -> None:
         trainer = Trainer(steps=steps, lead=1, prompts_per_step=PROMPTS)
-        self.session: SavingSession = session_of(folder, trainer=trainer)
+        pools = {"main": Pool(), "engines": Pool()}
+        placement = Placement(pools=pools, roles={"rollout": "engines", "reward": pool})
+        self.session: SavingSession = session_of(folder, trainer=trainer, placement=placement)
         self.engines = Engines(self.session, draws_once=True)
         monkeypatch.setattr(ahead, "sync_weights", self.publish)
         self.without_engines, self.count = without_engines, count
@@ -130,6 +131,10 @@ def test_a_batch_that_fails_while_it_is_scored_fails_its_step_and_every_checkpoi
     queue.raise_failure()  # it has not failed yet
     assert engines.weights.version == 2
     failing.set()
+    while not queue._waiting[0].is_drawn:
+        time.sleep(0.001)
+    with pytest.raises(RoleError, match="it died"):
+        queue.raise_failure()
     with pytest.raises(RoleError, match="it died"):
         queue.save(tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()
@@ -150,25 +155,45 @@ def test_with_drain_too_a_draw_that_takes_other_prompts_than_the_next_batch_expe
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_ranks_that_score_a_batch_generate_the_next_one_only_after_that(
+def test_engines_wait_for_scores_if_their_ranks_compute_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ):
-    scores, ranks = SlowScores(tmp_path, monkeypatch, steps=3), object()
-    scores.session.groups |= {
-        "rollout": cast(Any, SimpleNamespace(ranks=ranks, discard_submitted=list)),
-        "reward": cast(Any, SimpleNamespace(ranks=ranks if shared else object(), discard_submitted=list)),
-    }
+    scores = SlowScores(tmp_path, monkeypatch, steps=3, pool="engines" if shared else "main")
     queue = AheadQueue(scores.session, scores.draw)
     scores.allowed[1].set()
     steps = scores.session.steps("train", 3)
     step = next(steps)
     queue.take(step)
-    queue.publish(step)
+    scores.wait_until_generated(2)
+    publishing = threading.Thread(target=queue.publish, args=(step,))
+    publishing.start()
+    publishing.join(0.2 if shared else WAIT_S)
+    # Ranks that load weights couldn't return scores, and one that fails as it scores would fail the publication.
+    assert scores.engines.weights.version == (1 if shared else 2)
+    if shared:
+        scores.allowed[2].set()
+        publishing.join(WAIT_S)
+        assert scores.engines.weights.version == 2
+        return
     step = scores.session.begin_step(2)
     taking = threading.Thread(target=queue.take, args=(step,))
     taking.start()
-    taking.join(0.2)
-    assert (3 in scores.generated) is not shared
+    scores.wait_until_generated(3)
     scores.allowed[2].set()
     taking.join(WAIT_S)
-    scores.wait_until_generated(3)
+
+
+def test_a_step_that_is_saved_waits_for_the_scores_that_its_checkpoint_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scores = SlowScores(tmp_path, monkeypatch, steps=3)
+    scores.session.config = scores.session.config.model_copy(update={"checkpoint": Checkpoint(every=1)})
+    queue = AheadQueue(scores.session, scores.draw)
+    scores.allowed[1].set()
+    step = next(scores.session.steps("train", 3))
+    queue.take(step)
+    scores.wait_until_generated(2)
+    threading.Timer(0.3, scores.allowed[2].set).start()
+    queue.publish(step)
+    assert queue._waiting[0].is_drawn
+    assert step.timer.as_metrics()["time/drain_s"] > 0.1  # not in time/checkpoint_s
