@@ -24,6 +24,7 @@ from rlpack.packing import (
     warm_up_jit,
 )
 from rlpack.packing.analysis.calibration import calibrate
+from rlpack.packing.analysis.data_rank import SINGLE_RANK
 from rlpack.packing.analysis.shared_prompts import can_share_prompts, plan_rows
 from rlpack.packing.analysis.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.analysis.traces import TRACES
@@ -63,9 +64,7 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
         summary = _apply_run(arguments)
         check_options(arguments)
         if summary:
-            print(
-                f"{summary}; {_device(arguments).bytes_per_slot / 1e3:,.3g} kB of activations per slot (--kb-per-slot)"
-            )
+            print(f"{summary}; {_kilobytes(arguments):,.3g} kB of activations per slot (--kb-per-slot)")
         run(arguments)
     except DataError as error:
         print_error(name, str(error))
@@ -79,6 +78,7 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
 def _apply_run(arguments: argparse.Namespace) -> str:
     """Set options from the named run, if `lengths` is one, and return a line that lists them."""
     arguments.record = arguments.base = arguments.cost = arguments.prompts = None
+    arguments.data_rank = SINGLE_RANK
     if arguments.lengths in TRACES or not os.path.isdir(arguments.lengths):  # false for too long a name
         return ""
     from rlpack.cli.plan_from_run import apply_record, read_record
@@ -209,10 +209,12 @@ def _print_suggestion(
         keys += [f"batching.micro_batch_size={batching.micro_batch_size}"]
     if arguments.base is not None and arguments.base.share_prompts and not can_share_prompts(batching):
         keys += ["batching.share_prompts=false"]
-    keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens}"]
+    cp = arguments.data_rank.cp
+    keys += [f"batching.max_tokens={'null' if batching.max_tokens is None else batching.max_tokens // cp}"]
+    shared = f"a budget of each of the {cp} ranks of cp; " if cp > 1 and batching.max_tokens is not None else ""
     gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"
     print(
-        f"{where}suggested: {' '.join(keys)} ({best.forecast.step_s:.3f} s{gain}; "
+        f"{where}suggested: {' '.join(keys)} ({shared}{best.forecast.step_s:.3f} s{gain}; "
         f"{best.forecast.memory_bytes / 1e9:.1f} GB on the fullest rank, {MEMORY_MARGIN:.0%} of the memory next to "
         "--fixed-gb stays free)"
     )
@@ -316,15 +318,18 @@ def _assumptions(arguments: argparse.Namespace) -> str:
 
 
 def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = "best_fit_decreasing") -> Batching:
-    """Return a batching that keeps all sequences: one over the budget gets its own microbatch."""
+    """Return a batching that keeps all sequences: one over the budget gets its own microbatch.
+
+    Its budget is that of all ranks that share a row, `--max-tokens` that of each.
+    """
     batching = replace(
         arguments.base or Batching(),
         mode=mode,
-        max_tokens=arguments.max_tokens,
+        max_tokens=arguments.max_tokens * arguments.data_rank.cp,
         micro_batch_size=arguments.fixed_rows,
         algorithm=algorithm,
-        pad_to_multiple=arguments.pad_to_multiple,
-        length_multiple=arguments.length_multiple,
+        pad_to_multiple=arguments.data_rank.aligned(arguments.pad_to_multiple),
+        length_multiple=arguments.data_rank.aligned(arguments.length_multiple),
         overlong="own_microbatch",
         share_prompts=False,
     )
@@ -341,18 +346,25 @@ def _cost(arguments: argparse.Namespace) -> Cost:
     return Cost(linear=24.0 * hidden * hidden * layers, quadratic=2.0 * hidden * layers)
 
 
-def _device(arguments: argparse.Namespace) -> Device:
-    """Return the device; a slot keeps 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
+def _kilobytes(arguments: argparse.Namespace) -> float:
+    """Return what a slot keeps: 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
     kilobytes, cost = arguments.kb_per_slot, arguments.cost
-    if kilobytes is None and cost is not None and cost.quadratic > 0 and arguments.record.shape is None:
+    if kilobytes is not None:
+        return kilobytes
+    if cost is not None and cost.quadratic > 0 and arguments.record.shape is None:
         # An older record: hidden size × layers, from 2·h·L² per layer, which holds if all layers have full attention.
-        kilobytes = 17.0 * cost.quadratic / 1e3
-    elif kilobytes is None:
-        kilobytes = 34.0 * arguments.hidden_size * arguments.layers / 1e3
+        return 17.0 * cost.quadratic / 1e3
+    return 34.0 * arguments.hidden_size * arguments.layers / 1e3
+
+
+def _device(arguments: argparse.Namespace) -> Device:
+    """Return the device of a rank, with the speed of all devices that work on the same rows."""
+    rank = arguments.data_rank
     return Device(
-        flops_per_s=arguments.tflops * 1e12,
+        flops_per_s=arguments.tflops * 1e12 * rank.num_ranks,
         overhead_s=arguments.overhead_ms / 1e3,
-        bytes_per_slot=kilobytes * 1e3,
+        bytes_per_slot=_kilobytes(arguments) * 1e3 / rank.num_activation_ranks,
         fixed_bytes=arguments.fixed_gb * 1e9,
         memory_bytes=arguments.memory_gb * 1e9,
+        cp=rank.cp,
     )

@@ -10,6 +10,7 @@ from rlpack.batch.errors import DataError
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import LENGTHS, METRICS
 from rlpack.observe.sinks import read_records
+from rlpack.packing.analysis.data_rank import DataRank
 from rlpack.packing.analysis.shared_prompts import SharedPrompts
 
 # Options without effect on each batching mode.
@@ -55,13 +56,26 @@ def _prompts(arguments: argparse.Namespace, record: PlanRecord) -> SharedPrompts
     return SharedPrompts(np.array(record.groups, dtype=np.int64), np.array(record.prefixes, dtype=np.int64))
 
 
+def _sharing(rank: DataRank) -> list[str]:
+    """Return what to say about the devices that work on the same rows; nothing about a single one."""
+    sizes = {"cp": rank.cp, "tp": rank.tp, "pp": rank.pp}
+    texts = [
+        f"{rank.num_ranks} devices a rank ({', '.join(f'{name} {size}' for name, size in sizes.items() if size > 1)})"
+    ]
+    if rank.cp > 1:
+        texts.append(f"--max-tokens for each of the {rank.cp} ranks of cp")
+    return texts if rank.num_ranks > 1 else []
+
+
 def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
     """Set options that were not given from the run, and return a line that lists them.
 
     `simulate` keeps its own rank counts, and `--suggest` its own alignments.
     """
     batching, plans = record.batching, "mode" in vars(arguments)
-    values = {"max_tokens": batching.max_tokens, "fixed_rows": batching.micro_batch_size}
+    arguments.data_rank = rank = record.data_rank
+    budget = None if batching.max_tokens is None else batching.max_tokens // rank.cp
+    values = {"max_tokens": budget, "fixed_rows": batching.micro_batch_size}
     if vars(arguments).get("rows_per_rank") is None:  # a growing number of rows would mean more optimizer steps
         values["mini_batch_size"] = record.mini_batch_size
     if "suggest" not in arguments.given:
@@ -88,4 +102,5 @@ def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:
         texts.append(f"{'without ' if arguments.prompts is None else ''}batching.share_prompts")
     if record.whole_groups:
         texts.append("without keeping groups whole")
+    texts += _sharing(rank)
     return f"as in step {record.step} of {arguments.lengths}: {', '.join(texts)}" if texts else ""

@@ -38,8 +38,8 @@ def grown_lengths(arguments: argparse.Namespace, ranks: int) -> np.ndarray:
 
 def headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
     """Return the numbers of sequences and tokens, and the fewest microbatches."""
-    budget, repeated = arguments.max_tokens, ""
-    aligned = align(lengths, arguments.pad_to_multiple)
+    budget, repeated = arguments.max_tokens * arguments.data_rank.cp, ""
+    aligned = align(lengths, arguments.data_rank.aligned(arguments.pad_to_multiple))
     fitting = aligned[aligned <= budget]
     over = lengths.size - fitting.size
     if arguments.prompts is not None:  # rows that share prompts are not aligned

@@ -10,6 +10,7 @@ from rlpack.observe.console import Sample
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import LENGTHS, SAMPLES
 from rlpack.observe.sinks import LogPhase
+from rlpack.packing.analysis.data_rank import SINGLE_RANK
 from rlpack.packing.plan import MicrobatchPlan
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class PendingRecords:
         samples: the rollouts.
         plan: the plan, and the tokens generated in each of its rows, if there are any.
         shape: hidden size and number of layers of the policy, if known.
+        data_rank: the ranks of each data rank of the plan.
         replaces_samples: whether the next `write` deletes the rollouts of an earlier attempt.
     """
 
@@ -30,6 +32,7 @@ class PendingRecords:
         self.samples: list[Sample] = []
         self.plan: tuple[MicrobatchPlan, Sequence[int] | None] | None = None
         self.shape: tuple[int, int] | None = None
+        self.data_rank = SINGLE_RANK
         self.replaces_samples = False
 
     def write(self, run_dir: Path, step: int, phase: LogPhase) -> None:
@@ -38,7 +41,7 @@ class PendingRecords:
         self.plan, self.samples = None, []
         try:
             if plan is not None:
-                PlanRecord.of(plan[0], step, plan[1], self.shape).write(run_dir / LENGTHS)
+                PlanRecord.of(plan[0], step, plan[1], self.shape, self.data_rank).write(run_dir / LENGTHS)
             if self.replaces_samples:
                 (run_dir / SAMPLES).unlink(missing_ok=True)
                 self.replaces_samples = False

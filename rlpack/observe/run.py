@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from rlpack import __version__
 from rlpack.config.redaction import without_secrets
+from rlpack.config.roles import chunks_of
 from rlpack.config.schema import Config
 from rlpack.observe.console import TITLES, Console, ProgressBar, Sample
 from rlpack.observe.errors import ReportError, RunTakenOverError
@@ -55,6 +56,7 @@ from rlpack.observe.sinks import (
 )
 from rlpack.observe.stored_samples import truncate_samples
 from rlpack.observe.terminal import STANDARD_ERROR, discard, is_ignored_hangup, leave_closed_terminal
+from rlpack.packing.analysis.data_rank import DataRank
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.run_log import RunLog, attached_log, current_log
 from rlpack.user_code import Interrupted
@@ -150,7 +152,9 @@ class Run:
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
-        run._pending.shape = shape
+        parallel = config.actor.parallel
+        chunks = chunks_of(parallel, parallel.cp)
+        run._pending.shape, run._pending.data_rank = shape, DataRank(parallel.cp, parallel.tp, parallel.pp, chunks)
         run._keeps_dir, run._pending.replaces_samples = had_started, resume_at is None
         if resume_at is not None and resume_at.phase == "train" and resume_at.step > 0:
             run._steps_without_signal = None  # the run's first steps are in its records

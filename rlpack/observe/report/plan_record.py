@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rlpack.batch.errors import DataError
 from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.analysis.data_rank import SINGLE_RANK, DataRank
 from rlpack.packing.batching import Batching, Mode
 from rlpack.packing.lengths import check_count, check_integers, check_lengths, check_seed
 from rlpack.packing.make_plan import make_plan
@@ -31,7 +32,7 @@ class PlanRecord:
     Attributes:
         step: the step of the run.
         lengths: tokens of each row, in arrival order.
-        batching: the batching settings.
+        batching: the batching settings, with the token budget of all ranks of a data rank together.
         num_ranks: data-parallel ranks.
         mini_batch_size: sequences per optimizer step; None for all.
         cost: cost model by which ranks were balanced; None for token slots.
@@ -41,6 +42,7 @@ class PlanRecord:
         whole_groups: whether a group is never divided.
         responses: tokens that were generated in each row; None without generation, and in older records.
         shape: hidden size and number of layers of the policy; None in older records.
+        data_rank: the ranks of each data rank; a single one in older records.
     """
 
     step: int
@@ -55,6 +57,7 @@ class PlanRecord:
     whole_groups: bool = False
     responses: tuple[int, ...] | None = None
     shape: tuple[int, int] | None = None
+    data_rank: DataRank = SINGLE_RANK
 
     @classmethod
     def of(
@@ -63,6 +66,7 @@ class PlanRecord:
         step: int = 0,
         responses: Sequence[int] | None = None,
         shape: tuple[int, int] | None = None,
+        data_rank: DataRank = SINGLE_RANK,
     ) -> Self:
         """Return the inputs of a plan.
 
@@ -71,6 +75,7 @@ class PlanRecord:
             step: the step of the run.
             responses: tokens that were generated in each row, in arrival order; None without generation.
             shape: hidden size and number of layers of the policy, if known.
+            data_rank: the ranks of each data rank.
         """
         asked = plan.request
         groups = asked.groups if asked.prompts is None else asked.prompts
@@ -87,6 +92,7 @@ class PlanRecord:
             whole_groups=groups is not None and not asked.split_groups,
             responses=None if responses is None else tuple(responses),
             shape=shape,
+            data_rank=data_rank,
         )
 
     @classmethod
@@ -133,6 +139,7 @@ class PlanRecord:
             whole_groups=bool(values.get("whole_groups", False)),
             responses=_responses(values, lengths),
             shape=_shape(values),
+            data_rank=DataRank(**values.get("data_rank", {})),
         )
 
     def write(self, path: Path) -> None:

@@ -30,15 +30,18 @@ MEMORY_MARGIN, LEAST_GAIN = 0.1, 0.01
 class Device:
     """Speed and memory of one rank's device.
 
+    If several devices work on the rows of a data-parallel rank, the speed is that of all of them together.
+
     Attributes:
         flops_per_s: sustained floating-point operations per second, not the peak.
         overhead_s: fixed time of every microbatch: kernel launches, gathering of sharded weights.
-        bytes_per_slot: activation memory that a token slot holds until its backward pass.
+        bytes_per_slot: activation memory of the device that a token slot holds until its backward pass.
         fixed_bytes: weights, gradients and optimizer state of the rank.
         memory_bytes: memory of the device.
+        cp: ranks that share the tokens of a microbatch; suggested budgets are multiples of it.
 
     Raises:
-        PackingError: a value is negative or not finite, or the speed or a slot's bytes are 0.
+        PackingError: a value is negative or not finite, or the speed, a slot's bytes or cp are 0.
     """
 
     flops_per_s: float = 4e14
@@ -46,6 +49,7 @@ class Device:
     bytes_per_slot: float = 1e6
     fixed_bytes: float = 0.0
     memory_bytes: float = 80e9
+    cp: int = 1
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -170,7 +174,8 @@ def suggest(
 
     room = int(device.max_slots * (1 - MEMORY_MARGIN))
     longest = int(lengths.max(initial=1))
-    suggestions = [suggestion(candidate) for mode in modes for candidate in _candidates(mode, longest, batching, room)]
+    tried = (candidate for mode in modes for candidate in _candidates(mode, longest, batching, room, device.cp))
+    suggestions = [suggestion(candidate) for candidate in tried]
     if not suggestions:
         raise PackingError(
             f"the longest sequence has {longest} tokens, and {room} slots fit into {1 - MEMORY_MARGIN:.0%} of memory "
@@ -193,19 +198,19 @@ def _fastest(suggestions: Sequence[Suggestion]) -> Suggestion:
     return next(each for each in suggestions if each.forecast.step_s <= least * (1 + 1e-6))
 
 
-def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
+def _candidates(mode: Mode, longest: int, batching: Batching, room: int, cp: int) -> Iterator[Batching]:
     """Yield batchings of a mode whose microbatches hold the longest sequence, largest token budget first.
 
-    No token budget exceeds `room` slots.
+    No token budget exceeds `room` slots, and each is a multiple of `cp`.
     """
     for alignment in _ALIGNMENTS:
         multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)
         least = -(-longest // multiple) * multiple
         aligned = {"pad_to_multiple" if mode == "packed" else "length_multiple": multiple}
-        budget = room
-        while budget >= least:
+        room_left = room
+        while (budget := room_left - room_left % cp) >= least:
             if mode == "fixed":
                 yield replace(batching, mode=mode, max_tokens=None, micro_batch_size=budget // least, **aligned)
             else:
                 yield replace(batching, mode=mode, max_tokens=budget, **aligned)
-            budget = int(budget / _BUDGET_STEP)
+            room_left = int(room_left / _BUDGET_STEP)

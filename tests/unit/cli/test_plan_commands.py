@@ -1,14 +1,19 @@
 """`rlpack plan` and `rlpack simulate` as a user calls them."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlpack.batch.errors import DataError
 from rlpack.cli.main import main
 from rlpack.config.compose import compose
+from rlpack.config.roles import role_batching
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
+from rlpack.packing.analysis.data_rank import DataRank
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -467,3 +472,72 @@ def test_a_suggestion_for_a_run_that_shares_prompts_shares_them_or_gives_the_key
     assert "(0.370 s, 21.3% less" in suggested  # 360 tokens of a rank, 3 TFLOP each, in one microbatch instead of two
     _, out, _ = run(capsys, *options, "--mode", "dynamic")
     assert "batching.mode=dynamic batching.length_multiple=1 batching.share_prompts=false" in out.splitlines()[-1]
+
+
+# Layouts of 8 devices a rank.
+RANKS = "placement.pools.main.ranks=16"
+LAYOUTS = {
+    "ulysses": ([RANKS, "actor.parallel.cp=4", "actor.parallel.tp=2"], DataRank(cp=4, tp=2)),
+    "all_gather": (
+        [RANKS, "actor.parallel.cp=4", "actor.parallel.pp=2", "actor.parallel.cp_method=all_gather"],
+        DataRank(cp=4, pp=2, chunks=8),
+    ),
+}
+
+
+def run_with_layout(folder: Path, method: str, lengths: np.ndarray) -> None:
+    """Write a run of 8 devices a rank with a budget of 8,192 tokens for each cp rank, hidden size 4,096, 36 layers."""
+    keys, data_rank = LAYOUTS[method]
+    batching = role_batching(compose([*keys, "batching.max_tokens=8192"]), "actor")
+    assert batching.max_tokens == 4 * 8192
+    plan = make_plan(lengths, batching, dp_size=2, cost=Cost(linear=1e12))
+    PlanRecord.of(plan, step=5, shape=(4096, 36), data_rank=data_rank).write(folder / "packing.json")
+
+
+@pytest.mark.parametrize(("method", "activation_ranks"), [("ulysses", 8), ("all_gather", 4)])
+def test_devices_that_work_on_the_same_rows_share_time_and_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str, activation_ranks: int
+) -> None:
+    run_with_layout(tmp_path, method, np.full(256, 4096))
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--overhead-ms", "0")
+    first, headline, _, row, *_ = out.splitlines()
+    assert (code, "--max-tokens 8192, " in first) == (0, True)
+    assert "8 devices a rank (cp 4, " in first
+    assert "--max-tokens for each of the 4 ranks of cp; 5.01e+03 kB of activations per slot" in first
+    assert "a budget of 32,768 needs at least 32 microbatches" in headline
+    # Of the 32 microbatches of 8 sequences, each of the two ranks runs 16.
+    _, _, _, _, microbatches, *_, seconds, gigabytes, _ = row.split()
+    assert int(microbatches) == 16
+    assert float(seconds) == pytest.approx(16 * 3 * 32768 * 1e12 / (8 * 400e12), abs=1e-3)
+    assert float(gigabytes.rstrip("!")) == pytest.approx(32768 * 34 * 4096 * 36 / activation_ranks / 1e9, abs=0.05)
+
+
+@pytest.mark.parametrize(("method", "activation_ranks"), [("ulysses", 8), ("all_gather", 4)])
+def test_a_suggestion_for_shared_rows_is_the_budget_of_one_rank_of_cp(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str, activation_ranks: int
+) -> None:
+    lengths = np.random.default_rng(0).integers(500, 8000, 256)
+    run_with_layout(tmp_path, method, lengths)
+    _, out, _ = run(capsys, "plan", str(tmp_path), "--suggest", "--memory-gb", "30.001", "--overhead-ms", "10000")
+    overrides, _, reported = out.splitlines()[-1].partition("suggested: ")[2].partition(" (")
+    assert reported.startswith("a budget of each of the 4 ranks of cp; ")
+    batching = role_batching(compose([*LAYOUTS[method][0], *overrides.split()]), "actor")
+    plan = make_plan(lengths, replace(batching, divisible_by=1), dp_size=2, cost=Cost(linear=1e12))
+    slots = plan.padded_lengths * (1 if batching.mode == "packed" else plan.counts)
+    seconds = 3 * slots.max(axis=0).sum() * 1e12 / (8 * 400e12) + 10 * slots.shape[1]
+    assert float(reported.split("; ")[1].split()[0]) == pytest.approx(seconds, rel=1e-4)
+    assert f" {slots.max() * 34 * 4096 * 36 / activation_ranks / 1e9:.1f} GB on the fullest rank" in reported
+    assert slots.max() * 34 * 4096 * 36 / activation_ranks > 0.85 * 0.9 * 30e9
+
+
+def test_records_of_earlier_runs_have_single_devices(tmp_path: Path) -> None:
+    path = tmp_path / "packing.json"
+    run_with_layout(tmp_path, "all_gather", np.full(8, 100))
+    assert PlanRecord.read(path).data_rank == DataRank(cp=4, pp=2, chunks=8)
+    values = json.loads(path.read_text())
+    del values["data_rank"]
+    path.write_text(json.dumps(values))
+    assert PlanRecord.read(path).data_rank == DataRank()
+    path.write_text(json.dumps(values | {"data_rank": {"cp": 0}}))
+    with pytest.raises(DataError, match="is not a plan record: cp is 0"):
+        PlanRecord.read(path)

@@ -21,16 +21,19 @@ import torch
 import yaml
 from rich.console import Console as RichConsole
 
-from rlpack.config.schema import Config, Logger, SFTWarmup, Trainer
+from rlpack.config.schema import Actor, Config, Logger, SFTWarmup, Trainer
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import MetricError, RunDirectoryError, RunTakenOverError, SinkError, SinkWriteError
+from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import check_records, check_run_dir, record_hashes
 from rlpack.observe.run_end import RunEnd
 from rlpack.observe.run_lock import lock_run_dir
 from rlpack.observe.sinks import LogPhase, ResumePoint, read_records
+from rlpack.packing.analysis.data_rank import DataRank
 from rlpack.packing.batching import Batching
 from rlpack.packing.make_plan import make_plan
 
@@ -370,6 +373,14 @@ def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path)
     assert (tmp_path / "packing.png").exists()
 
 
+def test_a_plan_is_kept_with_the_ranks_that_share_its_rows(tmp_path: Path) -> None:
+    parallel = Parallel(cp=2, tp=4, pp=3, cp_method="all_gather")
+    with start(tmp_path, Config(actor=Actor(parallel=parallel))) as run:
+        run.record_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
+        run.log(1, {})
+    assert PlanRecord.read(tmp_path / "packing.json").data_rank == DataRank(cp=2, tp=4, pp=3, chunks=4)
+
+
 @pytest.mark.parametrize(("point", "kept"), [(ResumePoint(1), ["c1"]), (ResumePoint(300, "sft_warmup"), [])])
 def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept: list[str]) -> None:
     with start(tmp_path) as run:
@@ -441,6 +452,7 @@ import sys, time
 from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
+from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 with Run.start(Config(), Path(sys.argv[1])) as run:
@@ -474,6 +486,7 @@ import sys, time
 from hashlib import sha256
 from pathlib import Path
 from rlpack.config.schema import Config
+from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.report import write_report
 from rlpack.observe.run import Run
 with Run.start(Config(), Path(sys.argv[1])) as run, run.progress(5, "train") as bar:
