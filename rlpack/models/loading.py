@@ -1,5 +1,6 @@
 """Load models and tokenizers from a folder or the hub, or build a new model from a config. Safetensors only."""
 
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -203,7 +204,7 @@ def linear_head(classifier: PreTrainedModel) -> nn.Linear:
 def build_meta_model(
     model: Model, *, vocab_size: int | None = None, pad_token_id: int | None = None, key: str = "model.path"
 ) -> PreTrainedModel:
-    """Return the model on the meta device, without weights, with the same checks as `build_causal_lm`.
+    """Return the model on the meta device, without weights, in fp32, with the same checks as `build_causal_lm`.
 
     Args:
         model: the `model` section, or one with the path of another model.
@@ -228,7 +229,7 @@ def build_meta_model(
 
 
 def build_meta_classifier(config: PreTrainedConfig, path: str) -> PreTrainedModel:
-    """Return a reward model on the meta device, without weights.
+    """Return a reward model on the meta device, without weights, in fp32.
 
     Args:
         config: config of the reward model, from `check_classifier`.
@@ -241,10 +242,11 @@ def build_meta_classifier(config: PreTrainedConfig, path: str) -> PreTrainedMode
 
 
 def _on_meta(kind: Any, config: PreTrainedConfig, source: str, **arguments: Any) -> PreTrainedModel:
-    """Build a model without weights."""
+    """Build a model without weights, in fp32, as ranks load it whatever dtype the config has, which stays as it is."""
     try:
+        config = copy.deepcopy(config)  # transformers writes the dtype into it, and `rlpack serve` reads the stored one
         with torch.device("meta"):
-            return kind.from_config(config, **arguments)
+            return kind.from_config(config, dtype=torch.float32, **arguments)
     except Exception as error:  # impossible numbers can fail anywhere in the model's code
         raise ModelError(
             f"{source} does not build a {config.model_type}: {type(error).__name__}: {error}; check heads and sizes"

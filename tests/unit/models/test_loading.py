@@ -9,13 +9,28 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
+from benchmarks.family_configs import tiny_config as family_config
 from rlpack.config.schema import Config, Model
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
-from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer, with_attention
+from rlpack.models.loading import (
+    build_causal_lm,
+    build_meta_classifier,
+    build_meta_model,
+    load_classifier,
+    load_tokenizer,
+    with_attention,
+)
+from rlpack.models.open_model import open_causal_lm, open_classifier
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.worker import RankContext
 from rlpack.workers.build import build_critic
@@ -96,6 +111,30 @@ def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):
     assert loaded.config._attn_implementation == "sdpa"
     for (name, left), right in zip(loaded.named_parameters(), saved.parameters(), strict=True):
         assert torch.equal(left, right.float()), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "deepseek_v3"])
+def test_the_meta_model_of_bf16_files_has_the_dtypes_that_ranks_load(tmp_path: Path, model_type: str):
+    AutoModelForCausalLM.from_config(family_config(model_type), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    model = Model(path=str(tmp_path))
+    opened = open_causal_lm(model, attention_name="sdpa").model
+    assert _dtypes(build_meta_model(model)) == _dtypes(opened) == _dtypes(build_causal_lm(model, attention_name="sdpa"))
+
+
+def test_the_meta_classifier_of_bf16_files_is_in_fp32_and_its_config_keeps_the_stored_dtype(tmp_path: Path):
+    labels = AutoConfig.for_model(**TINY, vocab_size=11, num_labels=1, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(labels, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    built = build_meta_classifier(config, str(tmp_path))
+    opened = open_classifier(RewardModel(path=str(tmp_path)), vocab_size=11, attention_name="sdpa").model
+    assert _dtypes(built) == _dtypes(opened)
+    assert config.dtype == torch.bfloat16
+
+
+def _dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(

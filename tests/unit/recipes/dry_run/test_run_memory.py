@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlpack.config.schema import Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
@@ -17,7 +18,7 @@ from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
 from tests.builders import MODEL, tiny_config
 
 # Two layers of 128, with the head size of 32 that vLLM's kernels for CPUs take.
-WIDE = MODEL | {"hidden_size": 128}
+WIDE: dict[str, Any] = MODEL | {"hidden_size": 128}
 GB = 10**9
 # Assumed for the CUDA context, and for a process without a model.
 CONTEXT, PROCESS = GB, 400_000_000
@@ -83,6 +84,27 @@ def test_a_pool_that_only_generates_has_weights_and_cache(gpus: float):
     assert engines.peak == weights_of(given) // gpus + GB // gpus + CONTEXT
 
 
+@pytest.mark.parametrize("offload", ["none", "parameters"])
+def test_weights_and_gradients_of_bf16_files_count_in_fp32(offload: str, tmp_path: Path):
+    pools = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        saved = AutoConfig.for_model(**WIDE, vocab_size=128)
+        AutoModelForCausalLM.from_config(saved, dtype=dtype).save_pretrained(folder)
+        character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(folder)
+        actor = Actor.model_validate({"isolation_check": False, "offload": offload})
+        sections: dict[str, Any] = {"model": Model(path=str(folder)), "rollout": Rollout(max_new_tokens=32)}
+        sections["algorithm"] = Algorithm(kl_coef=0.1)
+        given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, actor=actor, **sections)
+        (pools[dtype],) = pools_of(given).values()
+    counted, weights = pools[torch.bfloat16].roles["actor"].model, weights_of(given)
+    assert counted.gradients == weights
+    assert counted.optimizer == 2 * weights
+    for role in ("actor", "reference"):  # with the buffers of positions
+        assert pools[torch.bfloat16].roles[role].model.weights == pytest.approx(weights, rel=1e-3)
+    assert pools[torch.bfloat16] == pools[torch.float32]
+
+
 def model_of(weights: int, *, optimizer: int = 0, gradients: int = 0) -> ModelMemory:
     return ModelMemory(weights, optimizer, gradients, {"weights": weights}, {}, 0, 0)
 
@@ -137,7 +159,7 @@ def test_an_engine_may_have_a_whole_model_in_host_memory_as_it_starts(engine: st
     """The `hf` engine loads any model whole in fp32; vLLM loads files, which rlpack writes for a new model."""
     sections: dict[str, Any] = {"rollout": Rollout(max_new_tokens=32) if engine == "hf" else vllm(dtype="bf16")}
     if path:
-        saved = AutoConfig.for_model(**(MODEL | {"hidden_size": 128}), vocab_size=128)
+        saved = AutoConfig.for_model(**WIDE, vocab_size=128)
         AutoModelForCausalLM.from_config(saved).save_pretrained(tmp_path)
         character_tokenizer("".join(map(chr, range(32, 127))) + "\n").save_pretrained(tmp_path)
         sections["model"] = Model(path=str(tmp_path))
