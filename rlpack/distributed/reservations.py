@@ -8,7 +8,9 @@ not several at once: two runs that each had one of their two pools would wait fo
 
 1. the ranks on a node are consecutive; nodes with more of a pool's ranks come first;
 2. a run gets the devices of all its pools or none; while some pools wait, the others hold theirs for 4, 8, 16, … s at a
-   time, so that it gets them in the end though runs with a single pool never give theirs back.
+   time, so that it gets them in the end though runs with a single pool never give theirs back;
+3. pools whose ranks claim the most are placed first: Ray places one pool after the other, and small bundles that are
+   spread over all nodes would leave no node with room for a large one.
 """
 
 import logging
@@ -94,7 +96,7 @@ def reserve(
     while True:
         groups: dict[str, PlacementGroup] = {}
         try:
-            for name, pool in pools.items():
+            for name, pool in sorted(pools.items(), key=_rank_size, reverse=True):  # which is stable
                 groups[name] = _request(pool)
             nodes = wait.nodes_of(groups, hold_s)
         except BaseException:
@@ -145,17 +147,39 @@ class _DeviceWait:
                 raise Interrupted
             if now >= self._began + _WARN_S and not self._is_warned:
                 self._is_warned = True
+                free = ask_ray(ray.available_resources)
+                is_idle = self._is_idle(free, waiting)
+                reason = "that no node has free, though the cluster is idle" if is_idle else "in use elsewhere"
                 logger.warning(
-                    "waiting up to %g s for devices in use elsewhere: %s; %s are free",
-                    *(self._timeout_s, self._claims(waiting), listing(ask_ray(ray.available_resources))),
+                    "waiting up to %g s for devices %s: %s; %s are free",
+                    *(self._timeout_s, reason, self._claims(waiting), listing(free)),
                 )
             if now >= deadline:
-                raise PlacementError(
-                    f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}; "
-                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, raise the "
-                    f"limit, or lower {', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
-                )
+                raise self._missed(waiting)
             time.sleep(max(0.0, min(_LOOK_S, end - now, deadline - now)))
+
+    def _missed(self, waiting: Sequence[str]) -> PlacementError:
+        """Return the error for a wait that has reached its deadline."""
+        free = ask_ray(ray.available_resources)
+        silence = f"placement.start_timeout_s ({self._timeout_s:g}) passed without {self._claims(waiting)}"
+        if self._is_idle(free, waiting):
+            return PlacementError(
+                f"{silence}; {listing(free)} are free and nothing else uses the cluster, so the pools "
+                f"{', '.join(self._pools)} don't fit its nodes together; lower "
+                f"{', '.join(f'placement.pools.{name}.{_claim_keys(self._pools[name])}' for name in waiting)}, or the "
+                "ranks of a pool"
+            )
+        return PlacementError(
+            f"{silence}; {listing(free)} are free; wait for others to finish, raise the limit, or lower "
+            f"{', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
+        )
+
+    def _is_idle(self, free: Mapping[str, float], waiting: Sequence[str]) -> bool:
+        """Return whether all devices are free or those of the pools that don't wait: no other run holds any."""
+        total = ask_ray(ray.cluster_resources)
+        placed = [_bundle(pool) for name, pool in self._pools.items() if name not in waiting for _ in range(pool.ranks)]
+        held = {kind: sum(bundle.get(kind, 0.0) for bundle in placed) for kind in ("CPU", "GPU")}
+        return all(free.get(kind, 0.0) + held[kind] > total.get(kind, 0.0) - 1e-3 for kind in held)
 
     def _claims(self, names: Sequence[str]) -> str:
         return " and ".join(
@@ -168,6 +192,17 @@ def _bundle(pool: Pool) -> dict[str, float]:
     """Return what a rank claims."""
     claims = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
     return {kind: number for kind, number in claims.items() if number > 0}
+
+
+def _rank_size(named: tuple[str, Pool]) -> tuple[float, float]:
+    """Return the GPUs and CPU cores that a rank of a pool claims."""
+    _, pool = named
+    return pool.gpus_per_rank, pool.cpus_per_rank
+
+
+def _claim_keys(pool: Pool) -> str:
+    """Return the keys of what a rank claims; which of them fits no node, Ray doesn't say."""
+    return "gpus_per_rank or .cpus_per_rank" if pool.gpus_per_rank else "cpus_per_rank"
 
 
 def _request(pool: Pool) -> PlacementGroup:

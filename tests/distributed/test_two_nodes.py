@@ -71,6 +71,17 @@ def test_ranks_of_a_node_are_consecutive_though_ray_permutes_more_than_sixteen_b
     assert len(list(groupby(node_of[bundle] for bundle in range(36)))) > 2, "Ray keeps the order of bundles by now"
 
 
+def test_a_pool_that_needs_a_whole_node_gets_it_though_it_is_named_after_smaller_pools(machines: Machines):
+    sizes = {"main": 0.6, "engines": 0.4, "scores": 1.0}
+    pools = {name: Pool(ranks=1, cpus_per_rank=size) for name, size in sizes.items()}
+    with Cluster(Placement(address=machines.address, pools=pools)):
+        reserved = reserve(pools, 30.0)
+        nodes = {name: placement_group_table(one.group)["bundles_to_node_id"][0] for name, one in reserved.items()}
+        for one in reserved.values():
+            remove_placement_group(one.group)
+    assert nodes["main"] == nodes["engines"] != nodes["scores"]
+
+
 def test_a_run_that_is_terminated_while_it_waits_for_devices_ends_at_once(machines: Machines, tmp_path: Path):
     command = [sys.executable, "-P", "-m", "rlpack", "train", "experiment=smoke", "run_dir=run"]
     command += [f"placement.address={machines.address}", "placement.start_timeout_s=200"]

@@ -54,11 +54,13 @@ class Devices:
     Attributes:
         free: number of GPUs that no group has.
         on_request: called after each request.
+        requested: the bundles of each request.
     """
 
     def __init__(self) -> None:
         self.free = 8
         self.on_request: Callable[[], None] = lambda: None
+        self.requested: list[list[dict[str, float]]] = []
         self._groups: dict[int, tuple[int, bool]] = {}
         self._numbers, self._lock = count(), Lock()
 
@@ -66,6 +68,7 @@ class Devices:
         assert strategy == "PACK"
         with self._lock:
             number = next(self._numbers)
+            self.requested.append(bundles)
             self._groups[number] = (len(bundles), False)
             self._place()
         self.on_request()
@@ -97,6 +100,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(reservations, "remove_placement_group", devices.remove)
     monkeypatch.setattr(reservations, "placement_group_table", devices.table)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0, "GPU": float(devices.free)})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
     monkeypatch.setattr(reservations, "_LOOK_S", 0.005)
     monkeypatch.setattr(reservations, "_FIRST_HOLD_S", 0.05)
     return devices
@@ -213,3 +217,35 @@ def test_an_interrupted_run_stops_waiting_and_holds_no_devices(
     with pytest.raises(Interrupted):
         reserve(HALVES, timeout_s=20.0, is_interrupted=lambda: next(questions) > 3)
     assert devices.free == 4
+
+
+def test_the_pools_with_the_largest_ranks_are_requested_first(devices: Devices):
+    pools = {
+        "scores": Pool(ranks=1, cpus_per_rank=2.0),
+        "main": Pool(ranks=2, gpus_per_rank=1.0),
+        "engines": Pool(ranks=2, gpus_per_rank=1.0, cpus_per_rank=4.0),
+        "draft": Pool(ranks=1, gpus_per_rank=1.0),
+    }
+    reserve({**pools, "judge": Pool(ranks=1, gpus_per_rank=2.0)}, timeout_s=10.0)
+    sizes = [(len(bundles), bundles[0].get("GPU", 0.0), bundles[0]["CPU"]) for bundles in devices.requested]
+    assert sizes == [(1, 2.0, 1.0), (2, 1.0, 4.0), (2, 1.0, 1.0), (1, 1.0, 1.0), (1, 0.0, 2.0)]
+
+
+@pytest.mark.parametrize(("gpus", "key"), [(2.0, "gpus_per_rank or .cpus_per_rank"), (0.0, "cpus_per_rank")])
+def test_pools_that_fit_no_idle_cluster_together_are_said_to_instead_of_others_that_use_it(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: float, key: str
+):
+    monkeypatch.setattr(reservations, "_WARN_S", 0.05)
+    monkeypatch.setattr(reservations, "_FIRST_HOLD_S", 60.0)
+    pools = {"main": Pool(ranks=3, gpus_per_rank=2.0), "engines": Pool(ranks=6, gpus_per_rank=gpus)}
+    # Each of the pools fits, but after main no node has room for the ranks of the engines.
+    held = {"CPU": 3.0, "GPU": 6.0}
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0 - held["CPU"], "GPU": 8.0 - held["GPU"]})
+    with pytest.raises(PlacementError) as refused:
+        reserve(pools, timeout_s=0.3)
+    assert str(refused.value).endswith(
+        "each for pool engines; 5 CPU, 2 GPU are free and nothing else uses the cluster, so the pools main, engines "
+        f"don't fit its nodes together; lower placement.pools.engines.{key}, or the ranks of a pool"
+    )
+    warning = "waiting up to 0.3 s for devices that no node has free, though the cluster is idle: 6 ranks of "
+    assert caplog.records[0].getMessage().startswith(warning)
