@@ -1,6 +1,7 @@
 """Checks that a cluster has the devices that pools claim. Imports no Ray, so `rlpack submit` uses it, too."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from rlpack.config.schema import Pool
 from rlpack.distributed.errors import PlacementError
@@ -45,8 +46,8 @@ def check_capacity(
         if room < pool.ranks:
             raise PlacementError(
                 f"pool {name} asks for {pool.ranks} ranks of {pool.cpus_per_rank:g} CPU and {pool.gpus_per_rank:g} "
-                f"GPU, each on one node; the cluster's {len(nodes)} nodes have room for {room} of them{free_now}; "
-                f"lower placement.pools.{name}.ranks or .cpus_per_rank"
+                f"GPU, each on one node; the cluster's {len(nodes)} nodes have room for {room:g} of them{free_now}; "
+                f"lower placement.pools.{name}.ranks or {' or '.join(_limiting(nodes, pool))}"
             )
 
 
@@ -59,8 +60,23 @@ def listing(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
 
 
-def _ranks_on(node: Mapping[str, float], pool: Pool) -> int:
+def _limiting(nodes: Sequence[Mapping[str, float]], pool: Pool) -> list[str]:
+    """Return the keys of the claims for which the nodes have no room, each taken alone; both if only together."""
+    alone = {
+        ".cpus_per_rank": sum(_times(node, "CPU", pool.cpus_per_rank) for node in nodes),
+        ".gpus_per_rank": sum(_times(node, "GPU", pool.gpus_per_rank) for node in nodes),
+    }
+    return [key for key, room in alone.items() if room < pool.ranks] or list(alone)
+
+
+def _ranks_on(node: Mapping[str, float], pool: Pool) -> float:
     """Return how many ranks of a pool fit on a node."""
+    return min(_times(node, "CPU", pool.cpus_per_rank), _times(node, "GPU", pool.gpus_per_rank))
+
+
+def _times(node: Mapping[str, float], kind: str, claim: float) -> float:
+    """Return how many ranks that claim this much fit on a node; infinity for those that claim nothing."""
+    if claim == 0:
+        return inf
     # Floating point: 0.3 // 0.1 is 2.
-    cores = int((node.get("CPU", 0.0) + 1e-6) // pool.cpus_per_rank)
-    return cores if pool.gpus_per_rank == 0 else min(cores, int((node.get("GPU", 0.0) + 1e-6) // pool.gpus_per_rank))
+    return (node.get(kind, 0.0) + 1e-6) // claim

@@ -35,3 +35,20 @@ def test_what_the_cluster_has_room_for_passes(pools):
 def test_what_it_could_never_hold_is_said_with_what_is_free(pools, extra, message):
     with pytest.raises(PlacementError, match=message):
         check_capacity(pools, NODES, {"CPU": 3.0, "GPU": 1.0}, extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("pool", "keys"),
+    [
+        (Pool(ranks=1, cpus_per_rank=4, gpus_per_rank=8), ".gpus_per_rank"),
+        (Pool(ranks=3, cpus_per_rank=5, gpus_per_rank=1), ".cpus_per_rank"),
+        (Pool(ranks=1, cpus_per_rank=9), ".cpus_per_rank"),
+        (Pool(ranks=1, cpus_per_rank=9, gpus_per_rank=5), ".cpus_per_rank or .gpus_per_rank"),
+        # Some nodes have the cores, others the GPUs.
+        (Pool(ranks=2, cpus_per_rank=2, gpus_per_rank=4), ".cpus_per_rank or .gpus_per_rank"),
+    ],
+)
+def test_the_key_of_what_no_node_has_room_for_is_named(pool: Pool, keys: str):
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 8.0}]
+    with pytest.raises(PlacementError, match=rf"lower placement.pools.judge.ranks or {keys}$"):
+        check_capacity({"judge": pool}, nodes, None)
