@@ -9,7 +9,7 @@ class RewardError(ValueError):
 
 
 class TooManyFailuresError(RuntimeError):
-    """Reward functions failed on more rows than `reward.max_failures` allows.
+    """Reward functions failed on more rows than `reward.max_failures` allows, or gave no row a reward.
 
     The message has counts and an example.
     """

@@ -65,6 +65,8 @@ class RewardScorer:
         self._functions = functions
         self._weights = weights
         self._failure_rate = FailureRate(max_failures)
+        self._unrewarded = Counter[str]()  # problems of all rows so far, while none has a reward
+        self._has_rewarded = max_failures >= 1
         self._pool = RewardPool(functions, settings)
         self._output_bytes = 0
 
@@ -93,7 +95,7 @@ class RewardScorer:
             num_rows: B.
 
         Raises:
-            TooManyFailuresError: functions failed on more rows than allowed.
+            TooManyFailuresError: functions failed on more rows than allowed, or gave none of many rows a reward.
             RewardError: a function can't be loaded, or a column can't be sent to it.
             PoolError: the processes don't start.
         """
@@ -107,7 +109,23 @@ class RewardScorer:
         self._warn_of_quarantine(rewards.rows, rewards.counts, first_failure)
         output = self._pool.output[-_SHOWN_OUTPUT:] if first_failure else ""
         self._failure_rate.record(rewards.rows, first_failure + (f"; functions wrote: …{output}" if output else ""))
+        self._check_any_reward(rewards)
         return rewards
+
+    def _check_any_reward(self, rewards: BatchRewards) -> None:
+        """Raise if no row of the first 100 or more has got a reward: a run would train on nothing, to its end."""
+        self._has_rewarded |= not rewards.quarantined.all()
+        if self._has_rewarded:
+            return
+        self._unrewarded.update(rewards.counts)
+        if self._unrewarded.total() >= _WINDOW_ROWS:
+            names = ", ".join(function.target for function in self._functions.values())
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._unrewarded.items()))
+            raise TooManyFailuresError(
+                f"reward function {names}: none of the first {self._unrewarded.total()} rows has a reward ({reasons}), "
+                "so there is nothing to train on; return a number for each row (a function without a return statement "
+                "gives None), or set reward.max_failures=1 to go on anyway"
+            )
 
     def _describe_first_failure(self, results: Mapping[str, Sequence[RewardResult]]) -> str:
         """Describe the first failure, with the function's name; skipped rows come last."""

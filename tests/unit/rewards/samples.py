@@ -181,3 +181,11 @@ def score_by_level(prompts, completions, level):
 
 def score_by_all(prompts, completions, answer, uid, finish_reason):
     return [0.0 for _ in completions]
+
+
+def lacks_a_return(completion):
+    len(completion)
+
+
+def rewards_one_letter(completion):
+    return 1.0 if len(completion) == 1 else None
