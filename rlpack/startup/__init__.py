@@ -6,6 +6,7 @@ they can't decide is left to `rlpack.recipes.preflight`, which builds the model 
 - `first_checks`: all of them, in the order in which problems are reported.
 - `dataset_checks`: the rows, and the columns that rewards and judges read.
 - `same_run`: a resumed run against the configuration that its checkpoint was written with.
+- `model_paths`: the folders of models and tokenizers, absolute for ranks.
 - `pool_checks`: the pools against this machine.
 - `function_sources`: the loss and the advantage function, and their arguments.
 - `reward_function_sources`: reward functions, where a job that will import them is submitted.

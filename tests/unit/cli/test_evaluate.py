@@ -265,3 +265,9 @@ def test_bad_input_ends_before_torch_or_ray_is_imported(folder, arguments):
     imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
     assert "rlpack.cli.evaluate" in imported
     assert imported.isdisjoint({"torch", "ray", "transformers", "numba"})
+
+
+def test_the_tokenizer_of_an_evaluation_has_an_absolute_path_from_the_start(folder):
+    config = evaluation_config("model", None, [*JSONL, "model.tokenizer=./model"])
+    assert config.model.tokenizer == str(folder / "model")
+    assert config.run_dir == evaluation_config("model", None, [*JSONL, f"model.tokenizer={folder}/model"]).run_dir

@@ -12,7 +12,7 @@ import pytest
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.main import main
-from rlpack.cli.train import Job, with_run_dirs
+from rlpack.cli.train import Job, run, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
@@ -74,6 +74,15 @@ def test_a_run_directory_is_named_after_time_and_recipe(ran, tmp_path):
 def test_a_recipe_gets_an_absolute_run_directory(ran, tmp_path):
     main(["train", "run_dir=here"])
     assert ran[0].run_dir == str(tmp_path / "here")
+
+
+def test_a_recipe_gets_absolute_paths_of_models_unless_a_job_runs_it(ran, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    config = compose([f"run_dir={tmp_path}/here", "model=pretrained", "model.path=mine"])
+    assert run(config) == 0
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert run(config) == 0
+    assert [config.model.path for config in ran] == [str(tmp_path / "mine"), "mine"]
 
 
 def test_a_run_directory_may_lie_in_the_home_directory(ran, tmp_path, monkeypatch):
