@@ -84,17 +84,24 @@ class Candidate:
 
     @property
     def thrift(self) -> tuple[float, ...]:
-        """Return numbers, each of which lowers the memory as it grows, if pp, ep and vpp are equal."""
+        """Return numbers, each of which lowers the memory of a device as it grows, if pp, ep and vpp are equal."""
         replicas, cp, tp, *_ = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
         slots = self.plan.microbatch.slots / cp
         return tp, _KINDS.index(kind), _OFFLOADS.index(offload), -replicas, -slots, -int(self.plan.several)
 
-    def takes_more(self, other: "Candidate") -> bool:
-        """Return whether this candidate certainly needs at least as much memory as another."""
+    @property
+    def host_thrift(self) -> tuple[float, ...]:
+        """Return the numbers of `thrift` for host memory, which holds what devices offload."""
+        tp, kind, offload, *others = self.thrift
+        return tp, kind, -offload, *others
+
+    def takes_more(self, other: "Candidate", *, of_host: bool) -> bool:
+        """Return whether this candidate certainly needs at least as much memory, of devices or the host, as another."""
         if self.layout[-3:] != other.layout[-3:]:
             return False
-        return all(mine <= its for mine, its in zip(self.thrift, other.thrift, strict=True))
+        mine, its = (self.host_thrift, other.host_thrift) if of_host else (self.thrift, other.thrift)
+        return all(each <= least for each, least in zip(mine, its, strict=True))
 
 
 def main(
@@ -252,29 +259,25 @@ def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> I
 def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:
     """Yield the first candidates that fit, one of each layout.
 
-    Of a family of candidates, the one with the least memory comes first: if it doesn't fit, none of them does. One that
-    can't run says nothing about the memory of others.
+    Of a family of candidates, the one with the least memory of a device comes first: if a device has less, none of them
+    fits. If only host memory is too small for what it offloads, others may fit. One that can't run says nothing about
+    the memory of others.
     """
     least = {each.family: each for each in sorted(ordered, key=lambda each: each.thrift[2:])}
-    too_large: list[Candidate] = []
+    too_large: list[tuple[Candidate, bool]] = []  # and whether it is too large for the host
     layouts: set[tuple[int, ...]] = set()
-    refused: set[int] = set()
-    tries = 0
+    tried: dict[int, RunMemory | None] = {}
     for candidate in ordered:
         for each in (least[candidate.family], candidate):
-            if candidate.layout in layouts or any(candidate.takes_more(other) for other in too_large):
+            if candidate.layout in layouts or any(candidate.takes_more(one, of_host=host) for one, host in too_large):
                 break
-            if tries == _TRIES or len(layouts) == _MOST or (tries > 0 and time.process_time() > deadline):
+            if len(tried) == _TRIES or len(layouts) == _MOST or (tried and time.process_time() > deadline):
                 return
-            if id(each) in refused:
-                continue
-            tries += 1
-            memory = _memory(each, estimator)
-            if memory is None:
-                refused.add(id(each))
-            elif memory.excess > 0:
-                too_large.append(each)
-            elif each is candidate:
+            if id(each) not in tried:
+                tried[id(each)] = _memory(each, estimator)
+                too_large += [(each, of_host) for of_host in _exceeded(tried[id(each)])]
+            memory = tried[id(each)]
+            if each is candidate and memory is not None and memory.excess <= 0:
                 layouts.add(candidate.layout)
                 yield candidate, memory
 
@@ -285,6 +288,19 @@ def _memory(candidate: Candidate, estimator: Estimator) -> RunMemory | None:
         return estimator.memory(candidate.config)
     except (ModelError, PackingError):
         return None
+
+
+def _exceeded(memory: RunMemory | None) -> Iterator[bool]:
+    """Yield False if a device has too little memory, and True if the host has; nothing for a candidate that can't run.
+
+    The memory of ranks on CPUs is that of the host.
+    """
+    if memory is None:
+        return
+    if any(pool.on_gpu and pool.limit is not None and pool.peak > pool.limit for pool in memory.pools):
+        yield False
+    if memory.host_limit is not None and memory.host > memory.host_limit:
+        yield True
 
 
 def _rows(suggested: list[tuple[Candidate, RunMemory]]) -> Iterator[list[str]]:

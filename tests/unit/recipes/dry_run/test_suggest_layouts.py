@@ -19,7 +19,7 @@ from rlpack.models.errors import ModelError
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
 from rlpack.recipes.dry_run.changes import with_value
-from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
+from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
 from rlpack.recipes.dry_run.suggest_layouts import candidates, main
 from tests.builders import MODEL, tiny_config
 
@@ -244,6 +244,49 @@ def test_the_search_goes_on_with_a_reward_model_that_tp_cannot_split(
     # Nothing fits, so variants with tp would be reached, too.
     assert not main(given, 0.5, None, 10.0, print)
     assert "none fits" in capsys.readouterr().out
+
+
+def test_variants_without_offloading_are_found_where_host_memory_is_short(monkeypatch: pytest.MonkeyPatch):
+    # Several ranks would need more for the whole model at the start than for the state of a part. Every variant has
+    # several microbatches.
+    given = config(1, batching=Batching(max_tokens=128))
+    estimator = open_estimator(given, 80)
+    kept = estimator.memory(given).host
+    assert estimator.memory(with_value(given, "actor.offload", "optimizer")).host > kept
+    estimator.limits = MemoryLimits(int(80e9), kept)
+    ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
+    offloaded, memory = list[str](), Estimator.memory
+
+    def noted(self: Estimator, variant: Config) -> Any:
+        offloaded.append(variant.actor.offload)
+        return memory(self, variant)
+
+    monkeypatch.setattr(Estimator, "memory", noted)
+    found = [candidate for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)]
+    assert [each.values["actor.offload"] for each in found] == ["none"]
+    assert offloaded == ["optimizer", "none"]
+    # Without enough memory of a device, one variant of each family is tried.
+    estimator.limits = MemoryLimits(1, kept)
+    assert list(suggest_layouts._fitting(ordered, estimator, math.inf)) == []
+    assert len(offloaded) == 2 + len({each.family for each in ordered})
+
+
+@pytest.mark.parametrize("host", [None, 1])
+def test_no_variant_is_tried_twice(monkeypatch: pytest.MonkeyPatch, host: int | None):
+    given = config(2, batching=Batching(max_tokens=128))
+    estimator = open_estimator(given, 80)
+    estimator.limits = MemoryLimits(int(80e9), host)
+    ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
+    tried, memory = list[int](), Estimator.memory
+
+    def noted(self: Estimator, variant: Config) -> Any:
+        tried.append(id(variant))
+        return memory(self, variant)
+
+    monkeypatch.setattr(Estimator, "memory", noted)
+    found = list(suggest_layouts._fitting(ordered, estimator, math.inf))
+    assert len(found) == (3 if host is None else 0)
+    assert len(tried) == len(set(tried)) > 0
 
 
 def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkeypatch: pytest.MonkeyPatch):
