@@ -95,7 +95,7 @@ class PendingRewards:
         role_columns = [f"{_OF_ROLE}{group.role}" for group in self._groups]
         reserved = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *role_columns}
         for group, parts in zip(self._groups, self._parts, strict=True):
-            of_roles.append(_rewards_of_role(group, parts, reserved, self._row_ids, on_scored))
+            of_roles.append(_rewards_of_role(group, parts, reserved, self._names, self._row_ids, on_scored))
             reserved |= set(of_roles[-1].extras)
         valid = torch.stack([result.valid for result in of_roles]).all(0)
         rewards = torch.stack([result.rewards for result in of_roles]).sum(0)
@@ -187,6 +187,7 @@ def _rewards_of_role(
     group: WorkerGroup[Any],
     parts: list[_Part],
     reserved: set[str],
+    given: set[str],
     row_ids: Sequence[np.ndarray],
     on_scored: OnScored,
 ) -> RowRewards:
@@ -196,6 +197,7 @@ def _rewards_of_role(
         group: the role.
         parts: its calls; they are removed as they end.
         reserved: names that columns added by the role can't have.
+        given: names of the parts' columns.
         row_ids: ids of the rows of each part, int64.
         on_scored: see `PendingRewards.result`.
     """
@@ -211,7 +213,8 @@ def _rewards_of_role(
         first_row = sum(map(len, planned))
         planned.append(plan.step_of_row >= 0)
         part_numbers = numbers[first_row : first_row + len(planned[-1])].tolist()
-        check_scores(group.role, method, results[-1], plan, reserved, layout=group.layout, row_numbers=part_numbers)
+        check = partial(check_scores, given=given, layout=group.layout, row_numbers=part_numbers)
+        check(group.role, method, results[-1], plan, reserved)
     pairs = list(zip(results, planned, strict=True))
     # A part without scored rows gets placeholders, of the column types of a part that has some.
     example = next((rows for rows, scored in pairs if scored.any()), results[0])

@@ -13,16 +13,18 @@ from torch import Tensor
 from rlpack.batch import columns as column_ops
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
-from rlpack.batch.fields import Column, describe
+from rlpack.batch.fields import FIELDS, Column, describe
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.sharding import WITHOUT_IDS
+from rlpack.config.schema import Algorithm
 from rlpack.distributed.column_contract import ColumnContract
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.packing import MicrobatchPlan
 
 _ROWS = "return every row of the shard once, with its id: shard.keep([]).union({...})"
+_KEEP = "start from shard.keep([]), which leaves out the shard's columns, and give those that the role adds other names"
 _SCORES = (
     "a role that scores returns rewards, float32 [B], and quarantined, bool [B], which is true where a row has no "
     "finite reward"
@@ -166,6 +168,7 @@ def check_scores(
     plan: MicrobatchPlan,
     reserved: Collection[str] = (),
     *,
+    given: Collection[str] = (),
     layout: ParallelLayout,
     row_numbers: Sequence[int] | None = None,
 ) -> None:
@@ -178,6 +181,7 @@ def check_scores(
         plan: plan that the batch was sharded by.
         layout: layout of the role's ranks.
         reserved: names that columns added by the role can't have.
+        given: names of the batch's columns; they are reserved, too.
         row_numbers: number of each row, for messages, where these rows are a part of a batch; None for 0, 1, …
 
     Raises:
@@ -188,12 +192,8 @@ def check_scores(
     if missing:
         problem = f"it returned the columns {_names(scores)}, without {missing[0]!r}; {_SCORES}"
         raise RoleError(role, None, method, problem)
-    clash = sorted((set(scores) - {"rewards", "quarantined"}) & set(reserved))
-    if clash:
-        problem = (
-            f"it adds the column {clash[0]!r}, but a column of the step, a column of an earlier role or a key of "
-            "`algorithm` already has that name; rename the column"
-        )
+    added = sorted(set(scores) - {"rewards", "quarantined"})
+    if problem := _wrong_names(added, set(reserved), set(given)):
         raise RoleError(role, None, method, problem)
     for name in COUNTERS:
         if name in scores and (problem := _wrong_counter(name, scores[name])):
@@ -205,6 +205,24 @@ def check_scores(
         number = row if row_numbers is None else row_numbers[row]
         problem = f"row {number} has the reward {value} and is not quarantined; {_SCORES}"
         raise RoleError(role, _rank_of(plan, layout, row), method, problem)
+
+
+def _wrong_names(added: Sequence[str], reserved: set[str], given: set[str]) -> str | None:
+    """Describe which of the columns that a role added have other columns' names, and whose."""
+    of_batch = [name for name in added if name in given]
+    if len(of_batch) > 1:
+        return f"it returned the shard's own columns {', '.join(of_batch)}; {_KEEP}"
+    if of_batch:
+        whose = "of the step" if of_batch[0] in (*FIELDS, "prompt") else "of the dataset or the recipe"
+        return f"it returned a column {of_batch[0]!r}, the name of a column {whose}, which its shard has; {_KEEP}"
+    if clash := [name for name in added if name in reserved]:
+        whose = "a column of the step or of an earlier role"
+        if clash[0] in Algorithm.model_fields:
+            whose = "a key of `algorithm`"
+        elif clash[0] in FIELDS:
+            whose = "a column of the step"
+        return f"it adds a column {clash[0]!r}, the name of {whose}; rename the column"
+    return None
 
 
 def _wrong_counter(name: str, column: Column) -> str | None:

@@ -158,10 +158,10 @@ class RoleUnderTest:
         """Check the result of a scoring role, unless another method is checked."""
         if self.method.__name__ != "score":
             return
-        reserved = {*FIELDS, *batch, *Algorithm.model_fields}
+        reserved = {*FIELDS, *Algorithm.model_fields}
         with broken("scores", "rewards.isfinite() tells which rows have a reward"):
             group = plan_of or self.group()
-            check_scores(self.name, "score", result, group.plan(batch), reserved, layout=group.layout)
+            check_scores(self.name, "score", result, group.plan(batch), reserved, given=batch, layout=group.layout)
 
     def compare(
         self, expected: BatchedDataDict, result: BatchedDataDict, contract: str, when: str, remedy: str

@@ -162,7 +162,6 @@ def test_a_merge_that_fails_is_an_error_of_its_role():
             {"rewards": torch.tensor([0, 1, 2, float("nan"), float("inf")])},
             r"rank [01], in score: row 3 has the reward nan and is not quarantined; .* true where a row has no finite",
         ),
-        ({"rewards": torch.ones(5), "uid": ["a"] * 5}, "it adds the column 'uid', but a column of the step, a column"),
     ],
 )
 def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], message: str):
@@ -170,10 +169,34 @@ def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], m
     plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
     if "rewards" in columns and len(columns) == 1 and not columns["rewards"].isfinite().all():
         columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
-    if "uid" in columns:
-        columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
     with pytest.raises(RoleError, match=message):
         check_scores("judge", "score", batch.keep([]).union(columns), plan, {"uid"}, layout=TWO_DATA_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["uid", "answer", "effort"],
+            r"it returned the shard's own columns answer, uid; start from shard.keep\(\[\]\)",
+        ),
+        (
+            ["answer"],
+            r"a column 'answer', the name of a column of the dataset or .* shard.keep\(\[\]\), .* other names",
+        ),
+        (["uid"], "a column 'uid', the name of a column of the step, which its shard has"),
+        (["finish_reason"], "it adds a column 'finish_reason', the name of a column of the step; rename the column"),
+        (["clip_low"], "it adds a column 'clip_low', the name of a key of `algorithm`; rename the column"),
+        (["style"], "it adds a column 'style', the name of a column of the step or of an earlier role; rename"),
+    ],
+)
+def test_a_column_with_the_name_of_another_is_refused_and_says_whose(names: list[str], message: str):
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    scores = batch.keep([]).union({"rewards": torch.ones(5), "quarantined": torch.zeros(5, dtype=torch.bool)})
+    scores, reserved = scores.union({name: ["a"] * 5 for name in names}), {"finish_reason", "clip_low", "style"}
+    with pytest.raises(RoleError, match=message):
+        check_scores("judge", "score", scores, plan, reserved, given=("uid", "answer"), layout=TWO_DATA_RANKS)
 
 
 @pytest.mark.parametrize(

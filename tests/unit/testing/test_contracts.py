@@ -136,6 +136,14 @@ class Taking(Worker):
         return scored(shard, lengths(shard), prompt=shard["prompt"])
 
 
+class Keeping(Worker):
+    """Forgets `keep([])`."""
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return shard.union(dict(scored(shard, lengths(shard))))
+
+
 class Random(Worker):
     @sharded()
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
@@ -226,7 +234,8 @@ def test_a_role_that_keeps_its_contracts_passes():
         (Whole, "returns", "'rewards' is per-row torch.int64; rlpack.batch.fields requires per-row torch.float32"),
         (Unquarantined, "scores", r"returned the columns rewards, without 'quarantined'; a role that scores returns"),
         (NotANumber, "scores", "row 0 has the reward nan and is not quarantined"),
-        (Taking, "scores", "it adds the column 'prompt'.* already has that name"),
+        (Taking, "scores", "it returned a column 'prompt', the name of a column of the step, which its shard has"),
+        (Keeping, "scores", r"it returned the shard's own columns answer, .*uid; start from shard.keep\(\[\]\)"),
         (Random, "determinism", "returns different results when called again: 'rewards' of row 0 is"),
         (Counting, "determinism", "when called again: 'rewards' of row 0 is 1.0 and 2.0; draw random"),
         (SeededOnce, "determinism", "returns different results when built again"),

@@ -56,11 +56,14 @@ def test_custom_roles_get_tokens_and_rows_that_their_batching_drops_are_not_scor
     [
         (
             {"praise": torch.zeros(2)},
-            r"role judge, some rank, in score: it adds the column 'praise', but .* rename the column",
+            r"role judge, some rank, in score: it adds a column 'praise', the name of .* rename the column",
         ),
-        ({"advantages": torch.zeros(2)}, "it adds the column 'advantages'"),  # which a later stage will add
-        ({"level": [1, 2]}, "it adds the column 'level'"),  # which the dataset has
-        ({"baseline": torch.zeros(2)}, "it adds the column 'baseline'"),  # a key of algorithm
+        ({"advantages": torch.zeros(2)}, "it adds a column 'advantages'"),  # which a later stage will add
+        (
+            {"level": [1, 2]},
+            "it returned a column 'level', the name of a column of the dataset or the recipe, which its shard has",
+        ),  # which the dataset has
+        ({"baseline": torch.zeros(2)}, "it adds a column 'baseline'"),  # a key of algorithm
     ],
 )
 def test_a_column_that_is_there_already_is_refused_by_the_role_that_adds_it(
