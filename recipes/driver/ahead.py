@@ -88,7 +88,7 @@ from rlpack.recipes.driver.draws import (
     draw_groups,
 )
 from rlpack.recipes.driver.engine_slots import turn_of_batch
-from rlpack.recipes.driver.engine_weights import sync_weights
+from rlpack.recipes.driver.engine_weights import check_published, sync_weights
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd
 from rlpack.recipes.driver.late_groups import LateGroups, set_mini_batches
 from rlpack.recipes.driver.session import Session
@@ -220,15 +220,15 @@ class AheadQueue:
         sync_weights(self._session, step)
 
     def raise_failure(self) -> None:
-        """Raise the error of a draw that has failed with drain; called once the step is committed.
-
-        A checkpoint would lack its batch, and a resumed run would draw it with newer weights.
+        """Raise the error of a draw that has failed with drain: a checkpoint would lack its batch.
 
         Raises:
             RoleError: drawing the batch failed.
+            ValueError: see `check_published`.
         """
         if self._failure is not None:
             raise self._failure
+        check_published(self._session)
         for started in self._waiting:
             if started.is_drawn and not self._in_flight:
                 started.drawn()  # it may have failed while it was scored

@@ -46,6 +46,7 @@ class EngineAccess:
         epoch: number of publications that have ended; engines that failed were replaced by each.
         load: the rows in flight of all generations.
         slots: which generation may give rows to which engine.
+        optimizer_steps: after how many optimizer steps the engines' weights were published; None before the first time.
     """
 
     def __init__(self, *, are_concurrent: bool) -> None:
@@ -56,6 +57,7 @@ class EngineAccess:
                 were given up.
         """
         self.epoch = 0
+        self.optimizer_steps: int | None = None
         self.load = EngineLoad()
         self.slots = EngineSlots(self.load, are_concurrent=are_concurrent)
         self._are_concurrent = are_concurrent

@@ -26,5 +26,22 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
         gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
         if math.isinf(gap):
             gap = session.replace_engines()
+    session.engine_access.optimizer_steps = (session if step is None else step).progress.optimizer_steps
     if step is not None:
         step.metrics["rollout/canary_gap"] = gap
+
+
+def check_published(session: Session) -> None:
+    """Check that engines have the actor's weights after the step that was committed last.
+
+    Raises:
+        ValueError: the step updated the actor and published nothing: later batches and evaluations would have the
+            tokens of older weights than their versions say.
+    """
+    published, taken = session.engine_access.optimizer_steps, session.progress.optimizer_steps
+    if published is not None and taken > published:
+        place = f"step {session.progress.step} of {session.progress.phase}"
+        raise ValueError(
+            f"{place} ended without publishing weights: the actor has taken {taken} optimizer steps, and the engines "
+            f"have its weights after {published} of them; call batches.publish(step) at the end of each step"
+        )

@@ -137,6 +137,25 @@ def test_a_draw_that_returns_no_batch_is_named(tmp_path: Path, lead: int):
         walk(session, queue, engines)
 
 
+@pytest.mark.parametrize("lead", [0, 1])
+def test_a_step_that_updates_the_actor_and_publishes_nothing_ends_the_run(tmp_path: Path, publications: Any, lead: int):
+    session = session_ahead(tmp_path, steps=3, lead=lead)
+    engines = publications(Engines(session))
+    session.engine_access.optimizer_steps = 4  # of the warm-up, which was published
+    session.progress = Progress(optimizer_steps=4)
+    queue = AheadQueue(session, engines.draw)
+
+    def train() -> None:
+        for step in session.steps("train", 3):
+            queue.take(step)
+            step.advance(optimizer_steps=6)
+
+    said = r"step 1 of train ended without .* taken 6 .* after 4 .* batches\.publish\(step\)"
+    with pytest.raises(ValueError, match=said):
+        train()
+    assert session.progress.step == 1
+
+
 def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publications: Any):
     session = session_ahead(tmp_path, steps=3)
     engines = publications(Engines(session))
