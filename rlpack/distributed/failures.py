@@ -44,6 +44,24 @@ class RankCall:
     background: bool = False
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """The process of a rank.
+
+    Attributes:
+        pid: its id, on its own node.
+        address: the address of its node; None for that of the driver.
+    """
+
+    pid: int
+    address: str | None = None
+
+    @property
+    def on_node(self) -> str:
+        """Return ` on node ADDRESS`; nothing for the driver's node."""
+        return "" if self.address is None else f" on node {self.address}"
+
+
 def rank_calls(
     refs: Sequence[ray.ObjectRef],
     role: str,
@@ -98,25 +116,29 @@ def first_cause(
     return cause, failures[cause.ref]
 
 
-def describe_error(error: RayError) -> str:
-    """Describe an error in one line: for an exception of a task, with its type and its place in a user's code."""
+def describe_error(error: RayError, place: RankPlace | None = None) -> str:
+    """Describe an error in one line: for an exception of a task, with its type and its place in a user's code.
+
+    `place` is that of the process that died, if it is known.
+    """
     if isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS):
-        return f"a process that the call got data from has ended: {describe_error(error.cause)}"
+        return f"a process that the call got data from has ended: {describe_error(error.cause, place)}"
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
-        place = _place(str(error))  # which contains the traceback
-        return text if place in text else text + place
+        line = _place(str(error))  # which contains the traceback
+        return text if line in text else text + line
+    on_node = "" if place is None else place.on_node
+    process = f"process {place.pid}{on_node}" if place is not None and on_node else "the process"
     if isinstance(error, OutOfMemoryError):
         return (
-            "the process was killed by Ray's memory monitor, since its node ran out of memory; place fewer ranks or "
+            f"{process} was killed by Ray's memory monitor, since its node ran out of memory; place fewer ranks or "
             "smaller batches there, end other programs, or raise Ray's limit (RAY_memory_usage_threshold, a share of "
             "the node's memory, in the environment of the node's Ray)"
         )
     if isinstance(error, RayActorError):
-        return (
-            "the process died; its log, in the Ray session's logs folder, says why (out of memory, a signal, a crash)"
-        )
+        folder = f"the Ray session's logs folder{' on that node' if on_node else ''}"
+        return f"{process} died; its log, in {folder}, says why (out of memory, a signal, a crash)"
     return f"{type(error).__name__}: {error}"
 
 
@@ -144,8 +166,9 @@ def describe_context(
 def deadline_error(
     calls: Sequence[RankCall],
     timeout_s: float,
-    stopped: Mapping[RankCall, int] = MappingProxyType({}),
+    stopped: Mapping[RankCall, RankPlace] = MappingProxyType({}),
     *,
+    place: RankPlace | None = None,
     is_own: bool = False,
 ) -> RoleError:
     """Return the error for calls that missed their deadline.
@@ -153,7 +176,8 @@ def deadline_error(
     Args:
         calls: the calls.
         timeout_s: how long each was waited for.
-        stopped: those whose processes are stopped, with the process ids. They explain the others.
+        stopped: those whose processes are stopped, with these. They explain the others.
+        place: the process of the first call.
         is_own: whether the deadline belongs to the calls themselves rather than to a setting.
     """
     if stopped:
@@ -163,23 +187,26 @@ def deadline_error(
         wait = "waits" if len(waiting) == 1 else "wait"
         others = f"; {_ranks(waiting)} {wait} for it in a collective" if in_collective else ""
         return _stopped_error(f"no answer within {timeout_s:g} s", stopped, others)
-    ranks = _ranks(sorted({call.rank for call in calls if call.role == calls[0].role}))
+    numbers = sorted({call.rank for call in calls if call.role == calls[0].role})
+    ranks = _ranks(numbers)
     way_out = (
         "the process hangs: the call should have ended by itself long before"
         if is_own
         else "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer"
     )
+    if len(numbers) == 1 and place is not None and place.on_node:
+        ranks += f" (process {place.pid}{place.on_node})"
     cause = f"no answer from {ranks} within {timeout_s:g} s; {way_out}"
     return RoleError(calls[0].role, calls[0].rank, calls[0].method, cause)
 
 
-def error_beside_stopped(call: RankCall, cause: RayError, stopped: Mapping[RankCall, int]) -> RoleError:
+def error_beside_stopped(call: RankCall, cause: RayError, stopped: Mapping[RankCall, RankPlace]) -> RoleError:
     """Return the error for a call that failed while the processes of others are stopped, which explains it.
 
     Args:
         call: the call that failed, as in a collective that the others don't reach.
         cause: its error.
-        stopped: the other calls, with their process ids.
+        stopped: the other calls, with their processes.
     """
     failed = f"; meanwhile role {call.role} failed on rank {call.rank} in {call.method}: {describe_error(cause)}"
     return _stopped_error("no answer", stopped, failed)
@@ -189,10 +216,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def _stopped_error(silence: str, stopped: Mapping[RankCall, int], others: str) -> RoleError:
+def _stopped_error(silence: str, stopped: Mapping[RankCall, RankPlace], others: str) -> RoleError:
     """Return the error for processes that are stopped; `others` says what that did to other ranks."""
     first = next(iter(stopped))
-    names = ", ".join(f"{pid} (rank {call.rank})" for call, pid in stopped.items() if call.role == first.role)
+    own = [(call.rank, place) for call, place in stopped.items() if call.role == first.role]
+    names = ", ".join(f"{place.pid} (rank {rank}){place.on_node}" for rank, place in own)
     return RoleError(
         first.role,
         first.rank,

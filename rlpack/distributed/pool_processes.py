@@ -17,6 +17,7 @@ from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import ClusterError
+from rlpack.distributed.failures import RankPlace
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_watch import current, ray_ended
@@ -65,6 +66,7 @@ class PoolProcesses:
         self._silence_s = None if placement.address is None else placement.ray_timeout_s
         self._job, self._log_path = Submission(), None
         self._former: set[str] = set()
+        self._places: dict[str, RankPlace] = {}  # of actors, by their ids; those before a restart, too
         self._is_watched = False
         self.actors: list[Any] = self._start_actors()
 
@@ -82,11 +84,13 @@ class PoolProcesses:
         self.nodes = wait([actor.node.remote() for actor in self.actors])
         processes = wait([actor.process_id.remote() for actor in self.actors])
         self.processes = ask_ray(lambda: RankProcesses(self.nodes, processes))
+        here = ray.get_runtime_context().get_node_id()
+        for actor, process, node, ip in zip(self.actors, processes, self.nodes, node_ips, strict=True):
+            self._places[actor._actor_id.hex()] = RankPlace(process.pid, None if node == here else ip)
         if not self._is_watched and (watch := current()) is not None:
             watch.kill_with(self.kill_without_ray)
             self._is_watched = True
         if log_path is not None:
-            here = ray.get_runtime_context().get_node_id()
             places = zip(self.actors, self.nodes, node_ips, strict=True)
             paths = [(actor, log_path if node == here else log_of_node(log_path, ip)) for actor, node, ip in places]
             wait([actor.open_log.remote(path) for actor, path in paths])
@@ -121,6 +125,14 @@ class PoolProcesses:
     def has_had(self, actor_id: str) -> bool:
         """Return whether an actor is one of these, or was before a restart."""
         return actor_id in self._former or self.rank_of(actor_id) is not None
+
+    def place_of_actor(self, actor_id: str) -> RankPlace | None:
+        """Return the process of an actor, which may be of before a restart; None if it is unknown."""
+        return self._places.get(actor_id)
+
+    def place_of(self, rank: int) -> RankPlace | None:
+        """Return the process of a rank; None before `start`."""
+        return self.place_of_actor(self.actors[rank]._actor_id.hex())
 
     def kill(self, *, for_good: bool = True) -> None:
         """Kill the processes; with `for_good`, also free the devices that are reserved for them."""

@@ -31,6 +31,7 @@ from rlpack.distributed.answers import first_answer
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.failures import (
     RankCall,
+    RankPlace,
     deadline_error,
     describe_context,
     describe_error,
@@ -254,7 +255,8 @@ class RestartablePool(ABC):
                         raise _killed(pools, _hung(stopped, pools), explained) from cause
                 dead = _pools_of_dead(cause, call, pools)
                 call = _call_of_dead_rank(cause, call, under_way, pools)
-                raise _killed(pools, dead, self._failure(call, cause, earlier)) from cause
+                place = _place_of_dead(cause, call, pools)
+                raise _killed(pools, dead, self._failure(call, cause, earlier, place)) from cause
             if earlier.pop(ref, None) is None:
                 results[ref] = value
                 pending.remove(ref)
@@ -270,11 +272,13 @@ class RestartablePool(ABC):
     ) -> RoleError | LostRanksError:
         """Kill pools whose calls are late, and return the error to raise; arguments as for `deadline_error`."""
         stopped = _end_stopped(late, pools)
-        missed = deadline_error(late, limit_s, stopped, is_own=is_own)
+        missed = deadline_error(late, limit_s, stopped, place=_place_of(late[0], pools), is_own=is_own)
         return _killed(pools, _hung(stopped or late, pools), missed)
 
-    def _failure(self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall]) -> RoleError:
-        """Return the error for a failed call."""
+    def _failure(
+        self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall], place: RankPlace | None
+    ) -> RoleError:
+        """Return the error for a failed call; `place` is that of the process that died, if one did."""
         if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
             text = f"the process that held tokens or texts for {call.role}.{call.method} died"
             return RoleError(*producer, call.method, text)
@@ -282,7 +286,7 @@ class RestartablePool(ABC):
         waiting = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []
         unanswered = {ref: earlier[ref] for ref in waiting}
         context = describe_context(call, cause, unanswered, self._submitted.names_in_background())
-        error = RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
+        error = RoleError(call.role, call.rank, call.method, describe_error(cause, place) + context)
         if isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
             error.original = cause.cause
         return error
@@ -309,20 +313,36 @@ def _pools_of_dead(cause: RayError, failed: RankCall, pools: set[RestartablePool
     return {pool for pool in pools if isinstance(cause, RayActorError) and pool._pool.has_had(cause.actor_id)}
 
 
+def _place_of_dead(cause: RayError, failed: RankCall, pools: set[RestartablePool]) -> RankPlace | None:
+    """Return the process that died; None if none did, or it is none of these pools'."""
+    death = cause.cause if isinstance(cause, RayTaskError) else cause
+    if isinstance(death, RayActorError):
+        found = (pool._pool.place_of_actor(death.actor_id) for pool in pools)
+        return next((place for place in found if place is not None), None)
+    # That of another process, which the call got data from, names none.
+    return _place_of(failed, pools) if isinstance(cause, OutOfMemoryError) and death is cause else None
+
+
+def _place_of(call: RankCall, pools: set[RestartablePool]) -> RankPlace | None:
+    """Return the process that runs a call; None if it is not known yet."""
+    own = [pool._pool for pool in pools if call.role in (*pool._pool.roles, f"pool {pool._pool.name}")]
+    return own[0].place_of(call.rank) if own else None
+
+
 def _hung(calls: Iterable[RankCall], pools: set[RestartablePool]) -> set[RestartablePool]:
     """Return the pools of calls that don't answer."""
     return {pool for pool in pools if any(call.role in pool._pool.roles for call in calls)}
 
 
-def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[RankCall, int]:
-    """Kill the processes that are stopped, and return the late calls that they run, with their process ids."""
-    stopped: dict[RankCall, int] = {}
+def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[RankCall, RankPlace]:
+    """Kill the processes that are stopped, and return the late calls that they run, with these processes."""
+    stopped: dict[RankCall, RankPlace] = {}
     for pool in pools:
         processes = pool._pool.processes
         ranks = [] if processes is None else processes.stopped()
         if processes is not None and ranks:
             own = [call for call in late if call.role in pool._pool.roles and call.rank in ranks]
-            stopped |= {call: processes.pids[call.rank] for call in own}
+            stopped |= {call: place for call in own if (place := pool._pool.place_of(call.rank)) is not None}
             processes.kill(ranks)
     return stopped
 

@@ -168,13 +168,30 @@ def test_a_rank_that_is_stopped_on_another_node_is_named(machines: Machines, tmp
         here = ray.get_runtime_context().get_node_id()
         (far,) = (rank for rank, node in enumerate(ranks._pool.nodes) if node != here)
         ranks._call_s, ranks.is_restartable = 2.0, False  # as if the role was trained
-        os.kill(ranks.process_ids()[far], signal.SIGSTOP)
-        with pytest.raises(RoleError, match=rf"\(rank {far}\) is stopped, .*; rank {1 - far} waits for it") as said:
+        pid, address = ranks.process_ids()[far], ray.util.get_node_ip_address()
+        os.kill(pid, signal.SIGSTOP)
+        stopped = rf"process {pid} \(rank {far}\) on node {address} is stopped, .*; rank {1 - far} waits for it"
+        with pytest.raises(RoleError, match=stopped) as said:
             group.run(Faulty.wait_for_all)
         assert said.value.rank == far
-        address = ray.util.get_node_ip_address()
     assert f"main/{1 - far} INFO" in (tmp_path / "run.log").read_text()
     assert f"main/{far} INFO" in (tmp_path / f"run-{address}.log").read_text()
+
+
+def test_a_rank_that_dies_on_another_node_is_named_with_its_node(machines: Machines):
+    placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0)
+    config = tiny_config(roles={"faulty": Role(target="tests.distributed.roles:Faulty")}, placement=placement)
+    with Cluster(placement) as cluster:
+        group = start_roles(cluster, config, ["faulty"], (config, tiny_tokenizer()))["faulty"]
+        ranks = cluster.open_pools([])["main"]
+        here, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        (far,) = (rank for rank, node in enumerate(ranks.nodes) if node != here)
+        ranks.is_restartable = False  # as if the role was trained
+        pid = ranks.process_ids()[far]
+        os.kill(pid, signal.SIGKILL)
+        died = rf"rank {far}, .*process {pid} on node {address} died; its log, in the Ray .* folder on that node, says"
+        with pytest.raises(RoleError, match=died):
+            group.run(Faulty.wait_for_all)
 
 
 def test_a_gcs_that_is_stopped_ends_the_run_and_its_ranks_on_all_nodes(machines: Machines):

@@ -11,7 +11,15 @@ import pytest
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed import failures
-from rlpack.distributed.failures import RankCall, deadline_error, describe_context, error_beside_stopped, first_cause
+from rlpack.distributed.failures import (
+    RankCall,
+    RankPlace,
+    deadline_error,
+    describe_context,
+    describe_error,
+    error_beside_stopped,
+    first_cause,
+)
 from rlpack.distributed.rank_processes import ProcessId
 
 
@@ -101,17 +109,19 @@ def test_an_earlier_call_of_the_same_method_is_named_as_what_may_explain_a_lost_
 
 def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():
     calls = calls_of("actor.train_step")
-    error = deadline_error(calls, 5.0, {calls[1]: 4321})
+    error = deadline_error(calls, 5.0, {calls[1]: RankPlace(4321)})
     assert (error.role, error.rank, error.method) == ("actor", 1, "train_step")
     assert error.cause.startswith("no answer within 5 s, because process 4321 (rank 1) is stopped")
     assert "; rank 0 waits for it in a collective; " in error.cause
     background = calls_of("slow.score")
-    assert "collective" not in deadline_error(background, 5.0, {background[1]: 4321}).cause
+    assert "collective" not in deadline_error(background, 5.0, {background[1]: RankPlace(4321)}).cause
 
 
 def test_a_stopped_rank_is_blamed_for_the_failure_of_one_that_waits_for_it():
     calls = calls_of("actor.start")
-    error = error_beside_stopped(calls[0], failure(RuntimeError("timed out in a collective")), {calls[1]: 4321})
+    error = error_beside_stopped(
+        calls[0], failure(RuntimeError("timed out in a collective")), {calls[1]: RankPlace(4321)}
+    )
     assert (error.role, error.rank, error.method) == ("actor", 1, "start")
     assert error.cause.startswith("no answer, because process 4321 (rank 1) is stopped")
     assert "role actor failed on rank 0 in start: RuntimeError: timed out in a collective" in error.cause
@@ -123,6 +133,29 @@ def test_a_call_with_a_deadline_of_its_own_advises_no_setting():
         "role rollout, rank 1, in advance: no answer from rank 1 within 31 s; the process hangs: the call should "
         "have ended by itself long before"
     )
+
+
+def test_a_process_on_another_node_is_named_with_its_node_where_its_log_is():
+    here, there = RankPlace(4321), RankPlace(4321, "10.0.0.2")
+    log = "says why (out of memory, a signal, a crash)"
+    for place in (None, here):
+        text = describe_error(RayActorError(), place)
+        assert text == f"the process died; its log, in the Ray session's logs folder, {log}"
+    text = f"process 4321 on node 10.0.0.2 died; its log, in the Ray session's logs folder on that node, {log}"
+    assert describe_error(RayActorError(), there) == text
+    assert describe_error(failure(RayActorError()), there).endswith(f"got data from has ended: {text}")
+    killed = describe_error(OutOfMemoryError("killed"), there)
+    assert killed.startswith("process 4321 on node 10.0.0.2 was killed by Ray's memory monitor, since its node ran out")
+
+
+def test_a_late_or_stopped_process_on_another_node_is_named_with_its_node():
+    calls, there = calls_of("actor.train_step"), RankPlace(4321, "10.0.0.2")
+    stopped = deadline_error(calls, 5.0, {calls[0]: RankPlace(1234), calls[1]: there}).cause
+    assert "because process 1234 (rank 0), 4321 (rank 1) on node 10.0.0.2 is stopped" in stopped
+    late = deadline_error(calls[1:], 5.0, place=there).cause
+    assert late.startswith("no answer from rank 1 (process 4321 on node 10.0.0.2) within 5 s; raise ")
+    assert deadline_error(calls[1:], 5.0, place=RankPlace(4321)).cause.startswith("no answer from rank 1 within 5 s;")
+    assert deadline_error(calls, 5.0, place=there).cause.startswith("no answer from ranks 0, 1 within 5 s;")
 
 
 def test_a_process_is_stopped_only_between_stop_and_continue():

@@ -12,7 +12,7 @@ from rlpack.distributed import restartable_pool
 from rlpack.distributed.answers import Answer
 from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.failures import RankCall
+from rlpack.distributed.failures import RankCall, RankPlace
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.restartable_pool import LostRanksError
 from rlpack.distributed.restarts import Restarts
@@ -29,6 +29,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.places: dict[str, RankPlace] = {}
 
     def kill(self) -> None:
         self.done.append("kill")
@@ -38,6 +39,12 @@ class Processes:
 
     def has_had(self, actor_id: str) -> bool:
         return actor_id == "rank 1"
+
+    def place_of_actor(self, actor_id: str) -> RankPlace | None:
+        return self.places.get(actor_id)
+
+    def place_of(self, rank: int) -> RankPlace | None:
+        return self.places.get(f"rank {rank}")
 
     def rank_of(self, actor_id: str) -> int | None:
         return 1 if actor_id == "rank 1" else None
@@ -80,6 +87,23 @@ def test_a_pool_that_can_be_started_again_is_so_after_each_kind_of_death(
     with pytest.raises(RoleError, match="resume=auto continues from the newest checkpoint"):
         pool_of(processes, is_restartable=False)._wait([call], 60.0)
     assert processes.done == ["kill"]
+
+
+@pytest.mark.parametrize("error", [died(), OutOfMemoryError(MEMORY)])
+def test_a_death_on_another_node_names_the_process_and_the_node(monkeypatch: pytest.MonkeyPatch, error: RayError):
+    processes, call = Processes(), call_of_rank(1)
+    processes.places = {"rank 0": RankPlace(7), "rank 1": RankPlace(4321, "10.0.0.2")}
+    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: Answer(call.ref, None, error))
+    with pytest.raises(LostRanksError, match=r"in generate: process 4321 on node 10\.0\.0\.2 (died|was killed)"):
+        pool_of(processes)._wait([call], 60.0)
+
+
+def test_a_deadline_on_another_node_names_the_process_and_the_node(monkeypatch: pytest.MonkeyPatch):
+    processes, call = Processes(), call_of_rank(1)
+    processes.places = {"rank 1": RankPlace(4321, "10.0.0.2")}
+    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: None)
+    with pytest.raises(LostRanksError, match=r"no answer from rank 1 \(process 4321 on node 10\.0\.0\.2\) within 60 s"):
+        pool_of(processes)._wait([call], 60.0)
 
 
 def test_a_death_outside_of_the_pool_is_no_death_of_its_rank(monkeypatch: pytest.MonkeyPatch):
