@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.roles import gpus_per_rank, pool_of, role_compute, role_parallel
 from rlpack.config.schema import Config
+from rlpack.recipes.dry_run.engine_memory import gpu_share
 
 C = TypeVar("C")
 # Largest tp tried: the GPUs of a node, whose links are fast.
@@ -24,13 +25,15 @@ def with_value(section: C, key: str, value: Any) -> C:
     name, _, rest = key.partition(".")
     if rest:
         value = with_value(getattr(section, name), rest, value)
+    if isinstance(section, dict):
+        return {**section, name: value}  # pyright: ignore[reportReturnType]
     if dataclasses.is_dataclass(section) and not isinstance(section, type):
         return dataclasses.replace(section, **{name: value})
     return section.model_copy(update={name: value})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def smaller(config: Config, longest: int) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values that lower the memory of the actor, cheapest first.
+    """Yield keys and values that lower the memory of the actor, cheapest first, and larger shares of vLLM.
 
     Args:
         config: the whole configuration.
@@ -58,6 +61,7 @@ def smaller(config: Config, longest: int) -> Iterator[tuple[str, Any]]:
         yield "actor.optimizer.name", "adamw_8bit"
     if config.actor.lora.rank == 0:
         yield "actor.lora.rank", 16
+    yield from _shares(config)
 
 
 def _layouts(config: Config) -> Iterator[tuple[str, Any]]:
@@ -70,3 +74,10 @@ def _layouts(config: Config) -> Iterator[tuple[str, Any]]:
     for tp in (2 * sizes["tp"], 4 * sizes["tp"]):
         if tp <= MAX_TP and sizes["dp_shard"] % (tp // sizes["tp"]) == 0:
             yield "actor.parallel.tp", tp
+
+
+def _shares(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield larger shares of a GPU for a vLLM that takes a share."""
+    if config.rollout.engine == "vllm" and gpus_per_rank(config, "rollout") and config.rollout.kv_cache_gb is None:
+        tenths = (tenth / 10 for tenth in range(1, 10))
+        yield from (("rollout.vllm.gpu_memory_utilization", share) for share in tenths if share > gpu_share(config))

@@ -7,6 +7,7 @@ a given size. vLLM allocates its cache when it starts, and frees it only if it s
 
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -34,6 +35,8 @@ class EngineMemory:
         sleeps: whether it frees weights and cache while other roles work.
         keeps_cache: whether an engine that doesn't sleep has its cache at all times, not only while it generates.
         start: bytes of a whole model in host memory next to a GPU, while the engine starts.
+        share: bytes that vLLM takes for weights and cache; None without such a limit.
+        row: bytes of the keys and values of the longest row, without which vLLM doesn't start.
     """
 
     weights: int
@@ -42,6 +45,13 @@ class EngineMemory:
     sleeps: bool = False
     keeps_cache: bool = False
     start: int = 0
+    share: int | None = None
+    row: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Return the bytes by which vLLM's share is too small for its weights and a row; 0 if it isn't."""
+        return 0 if self.share is None else max(0, self.weights + self.row - self.share)
 
     @property
     def kept(self) -> int:
@@ -79,10 +89,18 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     settings = config.rollout
     arguments = engine_arguments(settings, shape, model="", dtype=dtype, max_length=longest, gpus=gpus)
     asleep = sleep_level(config)
-    kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
+    kept: dict[str, Any] = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
     if gpus and config.model.path is None:  # a new model is built whole, and written for vLLM to read
         kept["start"] = 4 * numbers
     if "kv_cache_memory_bytes" in arguments:
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
-    share = settings.vllm.get("gpu_memory_utilization", _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU)
-    return EngineMemory(weights, max(0, int(share * device_bytes) - weights), **kept)
+    share = int(gpu_share(config) * device_bytes)
+    if not any("offload" in name for name in settings.vllm):  # else some weights are in host memory
+        kept |= {"share": share, "row": shape.cache_bytes(longest, dtype, gpus) // max(1, gpus)}
+    return EngineMemory(weights, max(0, share - weights), **kept)
+
+
+def gpu_share(config: Config) -> float:
+    """Return the share of a GPU that vLLM takes without `rollout.kv_cache_gb`."""
+    default = _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU
+    return config.rollout.vllm.get("gpu_memory_utilization", default)

@@ -125,6 +125,6 @@ def change_lines(memory: RunMemory, changes: list[tuple[str, RunMemory]]) -> Ite
 
 def _size(before: RunMemory, after: RunMemory) -> str:
     """Describe the memory that was exceeded, as it is after a change."""
-    short = [pool.name for pool in before.pools if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit]
+    short = [pool.name for pool in before.pools if pool.is_short]
     peaks = [pool for pool in after.pools if pool.name in short]
     return ", ".join(f"{in_units(pool.peak)} of a GPU" for pool in peaks) or f"{in_units(after.host)} of the host"

@@ -107,6 +107,12 @@ class PoolMemory:
         return self.kept + max(calls) + (CONTEXT_BYTES if self.on_gpu else PROCESS_BYTES)
 
     @property
+    def is_short(self) -> bool:
+        """Return whether a GPU is too small, or vLLM's share of it."""
+        over = self.on_gpu and self.limit is not None and self.peak > self.limit
+        return over or (self.engine is not None and self.engine.missing > 0)
+
+    @property
     def whole(self) -> int:
         """Return the bytes of the largest model that a rank next to a GPU has whole in host memory at one time."""
         starts = [role.start for role in self.roles.values()] + ([self.engine.start] if self.engine is not None else [])
@@ -170,6 +176,7 @@ class RunMemory:
     def excess(self) -> int:
         """Return the largest excess of a memory over its limit, in bytes; 0 or less if everything fits."""
         over = [pool.peak - pool.limit for pool in self.pools if pool.on_gpu and pool.limit is not None]
+        over += [pool.engine.missing for pool in self.pools if pool.engine is not None]
         over += [self.host - self.host_limit] if self.host_limit is not None else []
         return max(over, default=0)
 
@@ -178,6 +185,12 @@ class RunMemory:
         for pool in self.pools:
             if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit:
                 yield f"pool {pool.name} needs {in_units(pool.peak)} of each GPU, which has {in_units(pool.limit)}"
+            if (engine := pool.engine) is not None and engine.share is not None and engine.missing:
+                yield (
+                    f"vLLM's share of {in_units(engine.share)} of a GPU of pool {pool.name} doesn't hold "
+                    f"{in_units(engine.weights)} of weights and {in_units(engine.row)} for the KV cache of the longest "
+                    "row; raise rollout.vllm.gpu_memory_utilization, or generate in a pool with more gpus_per_rank"
+                )
         if self.host_limit is not None and self.host > self.host_limit:
             yield (
                 f"all ranks together need {in_units(self.host)} of host memory, but the machine has "

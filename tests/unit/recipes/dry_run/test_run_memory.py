@@ -1,5 +1,6 @@
 """The memory of a run: what counts at the same time, on devices and in host memory, against sums made by hand."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run.engine_memory import EngineMemory
-from rlpack.recipes.dry_run.estimate_run import open_estimator
+from rlpack.recipes.dry_run.estimate_run import main, open_estimator
 from rlpack.recipes.dry_run.memory_report import memory_lines
 from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
 from tests.builders import MODEL, tiny_config
@@ -82,6 +83,46 @@ def test_a_pool_that_only_generates_has_weights_and_cache(gpus: float):
     given = config(pools, {"rollout": "engines"}, rollout=vllm())
     engines = pools_of(given)["engines"]
     assert engines.peak == weights_of(given) // gpus + GB // gpus + CONTEXT
+
+
+def test_a_vllm_whose_share_does_not_hold_its_weights_and_a_row_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    shape = WIDE | {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32}
+    sections: dict[str, Any] = {"model": Model(config=shape), "actor": Actor(isolation_check=False)}
+
+    def given(share: float, **options: Any) -> Config:
+        rollout = vllm(kv_cache_gb=None, vllm={"gpu_memory_utilization": share} | options)
+        return config({"main": Pool(ranks=4, gpus_per_rank=1.0)}, rollout=rollout, **sections)
+
+    assert main(given(0.2), 12, print)
+    capsys.readouterr()
+    weights = weights_of(given(0.2))
+    assert weights > 0.15 * 12 * GB
+    row = 2 * 2 * (2 * 128) * (64 + 32) * 4
+    just, short = ((weights + row + more) / (12 * GB) for more in (1000, -1000))
+    assert open_estimator(given(just), 12).memory(given(just)).excess <= 0
+    assert open_estimator(given(short), 12).memory(given(short)).excess in (1000, 1001)
+    assert main(given(short, cpu_offload_gb=1.0), 12, print)
+    capsys.readouterr()
+    assert not main(given(0.15), 12, print)
+    shown = capsys.readouterr().out
+    assert (
+        "it does not fit: vLLM's share of 1.8 GB of a GPU of pool main doesn't hold 1.9 GB of weights and 393 kB for "
+        "the KV cache of the longest row; raise rollout.vllm.gpu_memory_utilization, or generate in a pool with more "
+        "gpus_per_rank\neach of these changes makes it fit:\n"
+    ) in shown
+    assert re.search(r"^  rollout.vllm.gpu_memory_utilization=0.2  \([\d.]+ GB of a GPU\)$", shown, re.MULTILINE)
+    assert re.search(r"^  actor.precision=bf16  \([\d.]+ GB of a GPU\)$", shown, re.MULTILINE)
+    assert "actor.offload" not in shown
+
+
+def test_the_share_of_a_vllm_over_several_gpus_holds_their_parts_of_the_weights():
+    pools = {"main": Pool(ranks=1, gpus_per_rank=1.0), "engines": Pool(ranks=2, gpus_per_rank=2.0)}
+    given = config(pools, {"rollout": "engines"}, rollout=vllm(kv_cache_gb=None, vllm={"gpu_memory_utilization": 5e-6}))
+    engine = pools_of(given)["engines"].engine
+    assert engine is not None
+    row = 2 * 2 * (2 * 32) * (64 + 32) * 4
+    assert (engine.weights, engine.row, engine.share) == (weights_of(given) // 2, row // 2, 400_000)
+    assert engine.missing == 0
 
 
 @pytest.mark.parametrize("offload", ["none", "parameters"])
