@@ -9,13 +9,15 @@ The decorator of a method declares on which ranks it runs and what they receive:
 - `@one_rank`: the rank that the driver names runs it (`WorkerGroup.submit_to`); its first argument is a batch, and it
   chooses which rows it returns.
 
+A decorator without arguments can be written with or without parentheses (except `@one_rank`, which requires some).
+
 The decorators only record this on the function; called directly, in one process, a method is plain Python.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import isfunction
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 from rlpack.distributed.column_contract import ColumnContract, Reads, as_names
 
@@ -55,6 +57,11 @@ def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+@overload
+def sharded(method: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
 def sharded(
     *,
     reads: Reads | None = None,
@@ -64,12 +71,27 @@ def sharded(
     merge: Callable[[list[Any]], Any] | None = None,
     background: bool = False,
     needs_whole_groups: Callable[..., bool] | None = None,
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def sharded(
+    method: Any = None,
+    /,
+    *,
+    reads: Reads | None = None,
+    optional: Sequence[str] = (),
+    returns: Sequence[str] | None = None,
+    mini_batches: bool = False,
+    merge: Callable[[list[Any]], Any] | None = None,
+    background: bool = False,
+    needs_whole_groups: Callable[..., bool] | None = None,
+) -> Callable[..., Any]:
     """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
-    A single column can be declared by just its name.
+    A single column can be declared by just its name. Without arguments, the parentheses can be left out.
 
     Args:
+        method: the method, given by Python where the parentheses are left out.
         reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's
             other arguments to these. Nothing else is sent. If omitted, an override inherits the columns of the method
             it overrides; any other method receives every column.
@@ -86,6 +108,8 @@ def sharded(
         needs_whole_groups: predicate on the method's other arguments: whether all rows of a group (`group_ids`) must
             be in one microbatch; by default they need not be.
     """
+    if method is not None and not callable(method):
+        raise TypeError(f"@sharded({method!r}) doesn't name its argument; write @sharded(reads={method!r})")
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")
     if background and merge is not None:
@@ -95,17 +119,36 @@ def sharded(
         as_names(optional),
         None if returns is None else as_names(returns),
     )
-    return _mark(Dispatch("sharded", mini_batches, merge, background, columns, needs_whole_groups))
+    decorate = _mark(Dispatch("sharded", mini_batches, merge, background, columns, needs_whole_groups))
+    return decorate if method is None else decorate(method)
 
 
-def broadcast(method: Callable[P, R]) -> Callable[P, R]:
+@overload
+def broadcast(method: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def broadcast() -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def broadcast(method: Callable[..., Any] | None = None, /) -> Callable[..., Any]:
     """Mark a method that every rank runs with the same arguments; the driver gets rank 0's result."""
-    return _mark(Dispatch("broadcast"))(method)
+    decorate = _mark(Dispatch("broadcast"))
+    return decorate if method is None else decorate(method)
 
 
-def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
+@overload
+def rank_zero(method: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def rank_zero() -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def rank_zero(method: Callable[..., Any] | None = None, /) -> Callable[..., Any]:
     """Mark a method that only rank 0 runs."""
-    return _mark(Dispatch("rank_zero"))(method)
+    decorate = _mark(Dispatch("rank_zero"))
+    return decorate if method is None else decorate(method)
 
 
 def one_rank(*, reads: Sequence[str], returns: Sequence[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -24,11 +24,42 @@ class Role:
 class Derived(Role): ...
 
 
+class Parentheses:
+    """Has the decorators' other forms."""
+
+    @sharded
+    def count(self, shard: list[int]) -> int:
+        """Count."""
+        return len(shard)
+
+    @broadcast()
+    def shout(self, text: str) -> str:
+        return text.upper()
+
+    @rank_zero()
+    def whisper(self, text: str) -> str:
+        return text.lower()
+
+
 def test_decorators_note_how_a_method_is_called():
     assert dispatch_of(Role.count) == Dispatch("sharded", mini_batches=True, merge=sum)
     assert dispatch_of(Role.shout) == Dispatch("broadcast")
     assert dispatch_of(Role.whisper) == Dispatch("rank_zero")
     assert dispatch_of(Derived.shout) == Dispatch("broadcast")
+
+
+def test_parentheses_without_arguments_are_optional():
+    assert dispatch_of(Parentheses.count) == dispatch_of(sharded()(lambda shard: shard)) == Dispatch("sharded")
+    assert dispatch_of(Parentheses.shout) == Dispatch("broadcast")
+    assert dispatch_of(Parentheses.whisper) == Dispatch("rank_zero")
+    role = Parentheses()
+    assert (role.count([1, 2]), role.shout("a"), role.whisper("A")) == (2, "A", "a")
+    assert (Parentheses.count.__name__, Parentheses.count.__doc__) == ("count", "Count.")
+
+
+def test_columns_by_position_are_refused():
+    with pytest.raises(TypeError, match=r"@sharded\('completion'\) .*; write @sharded\(reads='completion'\)"):
+        sharded("completion")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_a_decorated_method_is_plain_python_when_called_directly():
