@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from rlpack.algorithms.errors import AlgorithmError
@@ -15,6 +16,14 @@ _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     **dict.fromkeys(("tau_positive", "tau_negative", "epsilon", "max_ratio"), ("above 0", lambda value: value > 0)),
     "share": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "coef": ("0 or more", lambda value: value >= 0),
+}
+# How a function gets arguments that are not available.
+_OTHERS: Mapping[str, str] = {
+    "algorithm.loss": "set others in algorithm.loss_arguments",
+    "algorithm.advantage": (
+        "set others in algorithm.advantage_arguments, or return them from a scoring role, as columns of numbers (those "
+        "of the dataset under other names)"
+    ),
 }
 
 
@@ -53,9 +62,15 @@ def check_parameters(
     for parameter in parameters[positional:]:
         if not _is_variadic(parameter) and parameter.default is parameter.empty and parameter.name not in available:
             raise AlgorithmError(
-                f"the function of {key} requires {parameter.name!r}; available are {', '.join(sorted(available))}; "
-                f"set others in {key}_arguments"
+                f"the function of {key} requires {parameter.name!r}{_suggestion(parameter.name, available)}; available "
+                f"are {', '.join(sorted(available))}; {_OTHERS[key]}"
             )
+
+
+def _suggestion(name: str, available: Iterable[str]) -> str:
+    """Return a question for the available name that is closest to `name`, "" if none is close."""
+    nearest = get_close_matches(name, sorted(available), n=1)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 def _is_variadic(parameter: inspect.Parameter) -> bool:

@@ -33,6 +33,14 @@ def infinite(rewards: Tensor) -> Tensor:
     return torch.full_like(rewards, torch.inf)
 
 
+def misspelt(rewards: Tensor, group_id: Tensor) -> Tensor:
+    return rewards - group_id
+
+
+def by_level(level: Tensor) -> Tensor:
+    return level
+
+
 def with_gradient(rewards: Tensor) -> Tensor:
     return (rewards - 1).requires_grad_()
 
@@ -62,6 +70,15 @@ def test_a_partial_keeps_the_values_that_it_sets():
     assert row_advantages(name, {"weight": 0.0}, settings, COLUMNS).tolist() == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["group_relative", f"{__name__}:by_level"])
+def test_a_batch_without_rewards_has_no_advantages_and_the_error_says_what_to_call(name: str):
+    columns = {"group_ids": COLUMNS["group_ids"], "level": torch.zeros(3)}
+    with pytest.raises(
+        AlgorithmError, match=r"no rewards yet; call rollouts = score\(step, rollouts\) before compute_a"
+    ):
+        row_advantages(name, {}, SETTINGS, columns)
+
+
 def test_advantages_carry_no_gradient():
     assert not row_advantages(f"{__name__}:with_gradient", {}, SETTINGS, COLUMNS).requires_grad
 
@@ -70,6 +87,8 @@ def test_advantages_carry_no_gradient():
     ("name", "arguments", "text"),
     [
         ("styled", {}, r"requires 'weight'; available are .*rewards.*; set others in algorithm.advantage_arguments"),
+        ("misspelt", {}, r"requires 'group_id' \(did you mean 'group_ids'\?\); available are .*group_ids"),
+        ("by_level", {}, r"requires 'level'; .*_arguments, or return them from a scoring role, .* other names\)"),
         ("two_dimensional", {}, r"two_dimensional' returned a tensor \[3, 1\]; return a tensor \[3\]"),
         ("infinite", {}, "infinite' returned inf for row 0; it must be finite"),
         (
