@@ -35,14 +35,15 @@ class SpanFile:
         """Open a new file.
 
         Args:
-            folder: created if missing.
+            folder: created if missing; the run's directory, in which it is, has to exist. A node that doesn't share
+                that directory would otherwise collect files that nobody reads.
             process: `driver`, or pool and rank.
             most_bytes: size at which the file is replaced.
 
         Raises:
             OSError: the file can't be written.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = f"{process.replace('/', '-')}-{socket.gethostname()}-{os.getpid()}-{time.time_ns() // 1_000_000}"
         self.path = folder / f"{name}.jsonl"
         self._head = json.dumps({"process": process, "pid": os.getpid(), "host": socket.gethostname()}) + "\n"

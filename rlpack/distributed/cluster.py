@@ -19,7 +19,7 @@ from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import current
 from rlpack.distributed.reservations import reserve
 from rlpack.distributed.restarts import Restarts
-from rlpack.distributed.shared_folder import check_shared
+from rlpack.distributed.shared_folder import check_shared, warn_of_lost_records
 
 
 class Cluster:
@@ -113,14 +113,21 @@ class Cluster:
         return self._pools
 
     def check_run_dir(self, names: Iterable[str]) -> None:
-        """Check that the ranks of these pools see the folder of the run's log, in which roles read and write files.
+        """Check that ranks see the folder of the run's log, in which roles read and write files.
+
+        Args:
+            names: pools that need it. If ranks of the others don't see it, only their logs and spans are lost, which is
+                a warning.
 
         Raises:
-            PlacementError: a node of theirs does not share it with the driver.
+            PlacementError: a node of the named pools does not share it with the driver.
         """
         if self._log_path is not None:
-            for name in names:
+            needing = set(names)
+            for name in sorted(needing):
                 check_shared(name, self._pools[name], self._log_path.parent)
+            others = {name: ranks for name, ranks in self._pools.items() if name not in needing}
+            warn_of_lost_records(others, self._log_path.parent)
 
 
 def _store(placement: Placement, is_interrupted: Callable[[], bool]) -> RayStore:

@@ -110,3 +110,10 @@ def test_a_closed_file_is_not_written_to_under_its_old_number(tmp_path: Path):
         assert other.fileno() > 0
     assert (tmp_path / "other").read_bytes() == b""
     assert lines(tmp_path / "spans") == []
+
+
+def test_no_span_file_is_written_where_the_run_directory_does_not_exist(tmp_path: Path, caplog):
+    with recorded_spans(tmp_path / "run" / "spans", "engines/0"), span("update"):
+        pass
+    assert "engines/0 records no spans: " in caplog.text
+    assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ BOUNDED = {
     "the result of a role's call: `RayRanks` waits for it by placement.call_timeout_s": {
         "rlpack/distributed/worker_group.py: self.submit(method, *args, **kwargs).result()",
         "rlpack/distributed/worker_group.py: pending.result()",
-        "rlpack/distributed/shared_folder.py: ranks.apply(_node_without, marker, token).result()",
+        "rlpack/distributed/shared_folder.py: answer.result()",
         "recipes/driver/evaluation.py: pending.result()",
         "recipes/driver/off_policy.py: pending.result()",
         "recipes/driver/performance.py: self.peaks[role].result()",

@@ -11,7 +11,7 @@ import ray
 from rlpack.distributed import shared_folder
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import PlacementError
-from rlpack.distributed.shared_folder import check_shared
+from rlpack.distributed.shared_folder import check_shared, warn_of_lost_records
 
 PLACES = {"here": "a", "far": "b", "mounted": "a"}
 
@@ -64,6 +64,25 @@ def test_the_error_of_another_folder_names_its_key_and_the_effect(root: Path):
         f"that the driver wrote in {root / 'a'}, so it fails; set evaluate.output_dir to a folder on storage that all "
         "nodes mount at the same path"
     )
+
+
+def test_pools_whose_logs_and_spans_are_lost_are_one_warning(root: Path, caplog: pytest.LogCaptureFixture):
+    nodes = {"main": ["here", "here"], "scores": ["mounted"], "engines": ["here", "far"], "judges": ["far"]}
+    pools = {name: Ranks(places, root) for name, places in nodes.items()}
+    warn_of_lost_records(cast(Any, pools), root / "a")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"node 10.0.0.2 does not share the run's directory {root / 'a'} with the driver: the logs and spans of the "
+        "ranks of pools engines, judges there are lost, so no report, trace or forecast has them; use a folder on "
+        "storage that all nodes mount at the same path"
+    ]
+    assert [ranks.asked for ranks in pools.values()] == [0, 1, 1, 1]
+    assert not list((root / "a").iterdir())
+
+
+def test_nothing_is_lost_where_the_folder_is_shared(root: Path, caplog: pytest.LogCaptureFixture):
+    warn_of_lost_records({}, root / "a")
+    warn_of_lost_records(cast(Any, {"engines": Ranks(["here", "mounted"], root)}), root / "a")
+    assert not caplog.records
 
 
 def test_a_file_with_other_content_is_not_the_drivers(root: Path):
