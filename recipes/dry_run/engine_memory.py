@@ -70,7 +70,7 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     Args:
         config: the whole configuration.
         model: the policy, on the meta device.
-        rows: number of rows that a rank generates in a step.
+        rows: largest number of rows that a rank generates for a batch or an evaluation.
         device_bytes: memory of its device.
     """
     numbers = sum(weight.numel() for weight in model.parameters())

@@ -32,7 +32,7 @@ from rlpack.models.flops import sequence_cost
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.models.router_choice import recorded_bytes, router_shape
 from rlpack.packing import PackingError
-from rlpack.recipes.driver.splits import load_splits
+from rlpack.recipes.driver.splits import load_sets, load_splits
 from rlpack.recipes.dry_run.batch_plan import (
     RolePlan,
     TypicalBatch,
@@ -105,6 +105,7 @@ class Estimator:
         models: for each role with a model, the model of transformers that it is built from, without weights.
         limits: limits of memory.
         problems: rules across keys that the given configuration breaks.
+        evaluated: number of prompts of the largest held-out set.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -113,6 +114,7 @@ class Estimator:
     models: Mapping[str, PreTrainedModel]
     limits: MemoryLimits
     problems: frozenset[str] = frozenset()
+    evaluated: int = 0
     _batch: TypicalBatch | None = None
     _models: dict[tuple[Any, ...], ModelMemory] = field(default_factory=dict)
     _starts: dict[tuple[str, ...], int] = field(default_factory=dict)
@@ -184,8 +186,8 @@ class Estimator:
         if "rollout" not in started_roles(config):
             return None
         ranks = config.placement.pools[pool_of(config, "rollout")].ranks
-        rows = -(-self.batch(config).lengths.size // ranks)
-        return engine_memory(config, self.model, rows, self.limits.device)
+        rows = max(self.batch(config).lengths.size, self.evaluated * config.evaluation.samples)
+        return engine_memory(config, self.model, -(-rows // ranks), self.limits.device)
 
 
 def model_roles(config: Config) -> list[str]:
@@ -206,16 +208,18 @@ def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
         ValueError: a run with this configuration would be refused before it starts.
     """
     tokenizer, prompts, held_out = load_splits(config)
+    sets = load_sets(config, tokenizer)
     # An address keeps the preflight checks from comparing the pools with this machine; nothing is contacted.
     placement = config.placement.model_copy(update={"address": config.placement.address or "dry-run"})
     elsewhere = config.model_copy(update={"placement": placement})
-    model = check_before_start(elsewhere, tokenizer, prompts, held_out)
+    model = check_before_start(elsewhere, tokenizer, prompts, held_out, sets)
     problems = frozenset(broken_rules(config))
     models = {
         role: model if model_of(config, role)[0] is config.model else transformers_model(config, role, tokenizer)
         for role in model_roles(config)
     }
-    return Estimator(tokenizer, prompts, model, models, MemoryLimits.of(config, memory_gb), problems)
+    evaluated = max(map(len, (held_out, *sets.values())))
+    return Estimator(tokenizer, prompts, model, models, MemoryLimits.of(config, memory_gb), problems, evaluated)
 
 
 def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -> bool:

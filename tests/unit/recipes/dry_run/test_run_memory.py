@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.config.sections.held_out import Evaluation
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
@@ -75,6 +76,23 @@ def test_the_cache_of_transformers_counts_only_while_it_generates():
     cache = 3 * (2 * 2 * (8 * 96) * (2 * 32) * 4) // 2
     assert pool.kept == actor.kept + weights
     assert pool.peak == pool.kept + max(cache, actor.peak - actor.kept, actor.start) + CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "limit", "rows"),
+    [
+        ({"samples": 7}, 256, 14),  # of 4 held-out prompts on 2 ranks, against 8 rows in training
+        ({"samples": 4, "sets": {"more": {"split": "train", "limit": 6}}}, 256, 12),
+        ({"samples": 7}, 10, 10),
+    ],
+)
+def test_the_cache_of_transformers_has_the_rows_of_an_evaluation(evaluation: dict[str, Any], limit: int, rows: int):
+    rollout = Rollout(max_new_tokens=32, max_num_seqs=limit)
+    sections: dict[str, Any] = {"rollout": rollout, "evaluation": Evaluation.model_validate(evaluation)}
+    given = config({"main": Pool(ranks=2, gpus_per_rank=1.0)}, **sections)
+    (pool,) = pools_of(given).values()
+    assert pool.engine is not None
+    assert pool.engine.cache == 3 * (2 * 2 * (rows * 96) * (2 * 32) * 4) // 2
 
 
 @pytest.mark.parametrize("gpus", [1.0, 2.0])
