@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config
 from rlpack.models.errors import ModelError
+from rlpack.models.text_settings import settings_of
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 
 # vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
@@ -81,7 +82,7 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
         prepared = weights if not gpus and weights < _PREPARED_BYTES else 0
         cache = 0
         with suppress(ModelError):  # states of recurrent models don't grow with the row
-            cache = int(_ROOM * Shape.of(model.config).cache_bytes(running * longest, "fp32"))
+            cache = int(_ROOM * _cache_bytes(model, running * longest, "fp32"))
         return EngineMemory(weights, cache + prepared, start=weights if gpus else 0)
     shape = Shape.of(model.config)
     dtype = config.rollout.dtype or config.actor.precision
@@ -96,8 +97,24 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
     share = int(gpu_share(config) * device_bytes)
     if not any("offload" in name for name in settings.vllm):  # else some weights are in host memory
-        kept |= {"share": share, "row": shape.cache_bytes(longest, dtype, gpus) // max(1, gpus)}
+        kept |= {"share": share, "row": _cache_bytes(model, longest, dtype, gpus) // max(1, gpus)}
     return EngineMemory(weights, max(0, share - weights), **kept)
+
+
+def _cache_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int = 0) -> int:
+    """Return the size of the keys and values of some tokens, in bytes, on all GPUs of an engine together.
+
+    Latent attention (DeepSeek-V2 and later) caches the compressed keys and values, the rotary part of the keys and the
+    keys of an indexer, once for all heads and on each GPU.
+
+    Raises:
+        ModelError: the model has no attention heads.
+    """
+    shape, settings = Shape.of(model.config), settings_of(model.config)
+    if "kv_lora_rank" in settings and "qk_rope_head_dim" in settings:
+        width = sum(settings.get(name) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+        return max(1, gpus) * shape.layers * width * tokens * (2 if dtype == "bf16" else 4)
+    return shape.cache_bytes(tokens, dtype, gpus)
 
 
 def gpu_share(config: Config) -> float:

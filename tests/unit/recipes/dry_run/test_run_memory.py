@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.family_configs import tiny_config as family_config
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.config.sections.held_out import Evaluation
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
-from rlpack.recipes.dry_run.engine_memory import EngineMemory
+from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.estimate_run import main, open_estimator
 from rlpack.recipes.dry_run.memory_report import memory_lines
 from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
@@ -93,6 +94,18 @@ def test_the_cache_of_transformers_has_the_rows_of_an_evaluation(evaluation: dic
     (pool,) = pools_of(given).values()
     assert pool.engine is not None
     assert pool.engine.cache == 3 * (2 * 2 * (rows * 96) * (2 * 32) * 4) // 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2", "deepseek_v3", "deepseek_v32", "longcat_flash"])
+def test_the_cache_of_transformers_has_the_size_of_the_models_cache(model_type: str):
+    model = AutoModelForCausalLM.from_config(family_config(model_type), dtype=torch.float32).eval()
+    rollout, tokens = Rollout(max_new_tokens=32), 64 + 32
+    given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=rollout)
+    with torch.no_grad():
+        cache = model(torch.ones(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+    stored = [each for layer in cache.layers for each in vars(layer).values() if torch.is_tensor(each)]
+    expected = sum(each.nbytes for each in stored if each.ndim > 2)  # the others describe the layer
+    assert engine_memory(given, model, 2, 80 * GB).cache == 3 * (2 * expected) // 2
 
 
 @pytest.mark.parametrize("gpus", [1.0, 2.0])
