@@ -6,6 +6,7 @@ method, the column, and a method that returns it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from rlpack.batch.batch import BatchedDataDict
@@ -101,4 +102,8 @@ def producers_of(contracts: Mapping[str, ColumnContract]) -> dict[str, list[str]
 
 def _missing(call: str, name: str, columns: list[str], producers: Producers) -> str:
     made_by = f"; {name!r} is returned by {' and '.join(producers[name])}" if name in producers else ""
-    return f"{call} reads the column {name!r}, and the batch has only {', '.join(columns) or 'no columns'}{made_by}"
+    nearest = get_close_matches(name, columns, n=1)
+    meant = f" (did you mean {nearest[0]!r}?)" if nearest and not made_by else ""
+    return (
+        f"{call} reads the column {name!r}{meant}, and the batch has only {', '.join(columns) or 'no columns'}{made_by}"
+    )

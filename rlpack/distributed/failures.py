@@ -126,7 +126,7 @@ def describe_error(error: RayError, place: RankPlace | None = None) -> str:
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
-        line = _place(str(error))  # which contains the traceback
+        line = place_in_user_code(str(error))  # which contains the traceback
         return text if line in text else text + line
     on_node = "" if place is None else place.on_node
     process = f"process {place.pid}{on_node}" if place is not None and on_node else "the process"
@@ -230,7 +230,7 @@ def _stopped_error(silence: str, stopped: Mapping[RankCall, RankPlace], others: 
     )
 
 
-def _place(trace: str) -> str:
+def place_in_user_code(trace: str) -> str:
     """Return the last line of a traceback in neither rlpack, an installed package nor the standard library."""
     ours = [str(Path(__file__).parents[1]), str(Path(__file__).resolve().parents[1])]  # may be a symbolic link
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")

@@ -98,7 +98,8 @@ def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple
             call[0],
             None,
             call[1],
-            f"it returned the columns {_names(rows)}, without {missing[0]!r}, which its @sharded(returns=...) declares",
+            f"it returned the columns {_names(rows)}, without {missing[0]!r}, which its decorator declares; "
+            "return it, or correct returns=",
         )
 
 
@@ -203,7 +204,7 @@ def check_scores(
         row = broken[0]
         value = scores["rewards"][row].item()
         number = row if row_numbers is None else row_numbers[row]
-        problem = f"row {number} has the reward {value} and is not quarantined; {_SCORES}"
+        problem = f"row {number} has the reward {value} and is not quarantined; {_SCORES}: ~rewards.isfinite()"
         raise RoleError(role, _rank_of(plan, layout, row), method, problem)
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
-from rlpack.batch.errors import DataError
+from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.fields import FIELDS
 from rlpack.config.schema import Algorithm, Config
 from rlpack.distributed.context import RankContext
@@ -39,9 +39,12 @@ from rlpack.testing.comparison import difference
 from rlpack.testing.errors import ContractError
 from rlpack.testing.local_ranks import LocalRanks
 from rlpack.testing.samples import sample_batch, sample_tokenizer
+from rlpack.user_code import UserCode, describe_exception
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
-_RETURN = "return shard.keep([]).union({...}) with one entry a row, and let nothing out that can't be pickled"
+# For errors that say the fix themselves.
+_SAID = ""
+_READS = "correct reads= of its @sharded(...), or give check_role a batch that has the column"
 
 
 def check_role(
@@ -78,7 +81,7 @@ def check_role(
     rows = sample_batch() if batch is None else batch
     if not rows.num_rows:
         raise ValueError("the batch has no rows to check a role on; give some, preferably more than 6")
-    expected = role.run(rows, "returns", _RETURN)
+    expected = role.run(rows, "returns", _SAID)
     role.check_scores(rows, expected)
     _check_determinism(role, rows, expected)
     _check_order(role, rows, expected)
@@ -126,12 +129,13 @@ class RoleUnderTest:
 
         def build(context: RankContext) -> Any:
             try:
-                return kind.from_settings(
-                    context, config or Config(), tokenizer or sample_tokenizer(), **arguments or {}
-                )
+                with UserCode():
+                    return kind.from_settings(
+                        context, config or Config(), tokenizer or sample_tokenizer(), **arguments or {}
+                    )
             except Exception as error:  # a user's role may raise anything
                 remedy = "fix from_settings, or give check_role the config and the arguments that it reads"
-                problem = f"{kind.__name__}.from_settings raised {type(error).__name__}: {error}"
+                problem = f"{kind.__name__}.from_settings raised {describe_exception(error)}"
                 raise ContractError("build", problem, remedy) from error
 
         return cls(kind.__name__, kind, called, build, tolerance)
@@ -159,7 +163,7 @@ class RoleUnderTest:
         if self.method.__name__ != "score":
             return
         reserved = {*FIELDS, *Algorithm.model_fields}
-        with broken("scores", "rewards.isfinite() tells which rows have a reward"):
+        with broken("scores", _SAID):
             group = plan_of or self.group()
             check_scores(self.name, "score", result, group.plan(batch), reserved, given=batch, layout=group.layout)
 
@@ -197,6 +201,8 @@ def broken(contract: str, remedy: str) -> Iterator[None]:
     """Translate an error of the role into a `ContractError` for `contract`."""
     try:
         yield
+    except MissingColumnError as error:  # of the driver: one of the role itself is the cause of a RoleError
+        raise ContractError(contract, str(error), _READS) from error
     except (RoleError, DataError) as error:
         raise ContractError(contract, str(error), remedy) from error
 

@@ -7,7 +7,7 @@ class ContractError(AssertionError):
     Attributes:
         contract: its name, listed in `rlpack.testing.contracts` and `rlpack.testing.on_ray`.
         problem: the symptom.
-        remedy: the fix.
+        remedy: the fix; "" if the problem says it.
     """
 
     def __init__(self, contract: str, problem: str, remedy: str) -> None:
@@ -16,4 +16,4 @@ class ContractError(AssertionError):
 
     def __str__(self) -> str:
         """Return one line: contract, problem and remedy."""
-        return f"{self.contract}: {self.problem}; {self.remedy}"
+        return f"{self.contract}: {self.problem}{'; ' if self.remedy else ''}{self.remedy}"

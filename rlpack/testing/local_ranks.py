@@ -1,6 +1,7 @@
 """`LocalRanks`: the ranks of a role in this process, run one after the other, without Ray."""
 
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -11,10 +12,12 @@ from rlpack.batch.offload import offload
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.failures import place_in_user_code
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
 from rlpack.distributed.usage import Usage
 from rlpack.testing.comparison import difference
+from rlpack.user_code import UserCode, describe_exception
 
 
 class LocalRanks:
@@ -118,9 +121,11 @@ class LocalRanks:
         pickled = pickle.dumps(args)
         received = pickle.loads(pickled)
         try:
-            result = getattr(self._workers[rank], method)(*received, **call.kwargs)
+            with UserCode():
+                result = getattr(self._workers[rank], method)(*received, **call.kwargs)
         except Exception as error:  # a user's role may raise anything
-            failure = RoleError(role, rank, method, f"{type(error).__name__}: {error}")
+            place = place_in_user_code("".join(traceback.format_exception(error)))
+            failure = RoleError(role, rank, method, f"{describe_exception(error)}{place}")
             failure.original = error
             raise failure from error
         self._check_unchanged(rank, role, method, pickle.loads(pickled), received)
@@ -129,7 +134,10 @@ class LocalRanks:
         except DataError as error:
             raise RoleError(role, rank, method, f"DataError: {error}") from error
         except Exception as error:  # pickling runs a role's own code
-            text = f"its result can't be pickled, so it can't leave its process: {type(error).__name__}: {error}"
+            text = (
+                f"its result can't be pickled, so it can't leave its process: {describe_exception(error)}; return "
+                "tensors, Ragged columns, and lists of texts or numbers"
+            )
             raise RoleError(role, rank, method, text) from error
 
     def _check_unchanged(
@@ -139,7 +147,7 @@ class LocalRanks:
             if isinstance(one, BatchedDataDict) and (changed := difference(one, other, tolerance=0.0)):
                 text = (
                     f"it wrote into its shard ({changed}), which on a cluster is memory that other roles read; make a "
-                    "copy: column.clone()"
+                    "copy: copy.deepcopy(column)"
                 )
                 raise RoleError(role, rank, method, text)
 

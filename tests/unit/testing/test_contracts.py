@@ -68,10 +68,33 @@ class Unbuilt(Good):
         super().__init__(context)
 
 
+class UnbuiltByExit(Good):
+    def __init__(self, context: Any) -> None:
+        raise SystemExit(3)
+
+
 class Raising(Worker):
     @sharded()
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         return shard["level"]
+
+
+class Exiting(Worker):
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        raise SystemExit(3)
+
+
+class Misspelt(Worker):
+    @sharded(reads=("compleion",))
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return shard
+
+
+class Undeclared(Worker):
+    @sharded(returns=("effrot",))
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return scored(shard, lengths(shard))
 
 
 class Short(Worker):
@@ -108,6 +131,13 @@ class Writing(Worker):
     @sharded()
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         shard["input_ids"].values.add_(1)
+        return scored(shard, lengths(shard))
+
+
+class WritingLists(Worker):
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        shard["completion"][0] = "x"
         return scored(shard, lengths(shard))
 
 
@@ -224,8 +254,13 @@ def test_a_role_that_keeps_its_contracts_passes():
         (Broadcast, "dispatch", "Broadcast.score is broadcast, so it returns no rows"),
         (Merged, "dispatch", "Merged.score has a merge, so it returns no rows"),
         (Unbuilt, "build", "Unbuilt.from_settings raised TypeError: .*argument: 'weight'; fix from_settings, or"),
-        (Raising, "returns", "MissingColumnError: there is no column 'level'; the batch has input_ids"),
-        (Short, "returns", r"it returned 12 rows for a shard of 13, without id \d+; return every row"),
+        (UnbuiltByExit, "build", "from_settings raised SystemExit: 3; fix from_settings"),
+        (Raising, "returns", r"there is no column 'level'; the .* uid \(.*test_contracts.py, line \d+\)$"),
+        (Exiting, "returns", r"rank 0, in score: SystemExit: 3 \(.*test_contracts.py, line \d+\)$"),
+        (Misspelt, "returns", r"'compleion' \(did you mean 'completion'\?\), .* uid; correct reads= of its @sh"),
+        (Undeclared, "returns", "without 'effrot', which its decorator declares; return it, or correct returns=$"),
+        (Short, "returns", r"it returned 12 rows for a shard of 13, without id \d+; return every row [^;]*$"),
+        (WritingLists, "returns", r"it wrote into its shard \('completion' .*; make a copy: copy.deepcopy\(column\)$"),
         (Anonymous, "returns", r"Anonymous.score returned rows without ids.*row_ids=shard.row_ids"),
         (Bare, "returns", r"Bare.score returned a Tensor; a method under @sharded\(\) returns a BatchedDataDict"),
         (Unsendable, "returns", "column 'lock' can't be pickled: .*lock' object; use texts"),
@@ -233,15 +268,15 @@ def test_a_role_that_keeps_its_contracts_passes():
         (Writing, "returns", r"it wrote into its shard \('input_ids' of row 0, token 0, is .*; make a copy"),
         (Whole, "returns", "'rewards' is per-row torch.int64; rlpack.batch.fields requires per-row torch.float32"),
         (Unquarantined, "scores", r"returned the columns rewards, without 'quarantined'; a role that scores returns"),
-        (NotANumber, "scores", "row 0 has the reward nan and is not quarantined"),
-        (Taking, "scores", "it returned a column 'prompt', the name of a column of the step, which its shard has"),
+        (NotANumber, "scores", r"row 0 has the reward nan and is not quarantined; .* reward: ~rewards.isfinite\(\)$"),
+        (Taking, "scores", "it returned a column 'prompt', the name of a column of the step, .* other names$"),
         (Keeping, "scores", r"it returned the shard's own columns answer, .*uid; start from shard.keep\(\[\]\)"),
         (Random, "determinism", "returns different results when called again: 'rewards' of row 0 is"),
         (Counting, "determinism", "when called again: 'rewards' of row 0 is 1.0 and 2.0; draw random"),
         (SeededOnce, "determinism", "returns different results when built again"),
         (ByPlace, "order", "when rows come in another order: 'rewards' of row"),
         (Normalized, "sizes", "returns a different result for a row when it is one of 1: 'rewards' of row 0"),
-        (Stacking, "sizes", "RuntimeError: stack expects a non-empty TensorList; it was given 0 of the"),
+        (Stacking, "sizes", r"RuntimeError: stack expects .*test_contracts.py, line .*; it was given 0 of the"),
         (Batched, "batching", r"returns different results under Batching\(mode='packed'.*let nothing depend on how"),
         (Ranked, "ranks", "returns different results on 3 ranks: 'rewards' of row .*let nothing depend on context"),
     ],
