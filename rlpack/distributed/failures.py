@@ -200,6 +200,26 @@ def deadline_error(
     return RoleError(calls[0].role, calls[0].rank, calls[0].method, cause)
 
 
+def lost_node_error(late: RankCall, timeout_s: float, pool: str, ranks_of: Mapping[str, Sequence[int]]) -> RoleError:
+    """Return the error for a pool that can't be started again, since no node took the place of lost ones.
+
+    Args:
+        late: a call that missed its deadline.
+        timeout_s: how long it was waited for.
+        pool: name of the pool.
+        ranks_of: its ranks on each lost node, by the node's address.
+    """
+    lost = " and ".join(
+        f"node {address}, which had {_ranks(ranks)} of pool {pool}," for address, ranks in ranks_of.items()
+    )
+    is_one = len(ranks_of) == 1
+    cause = (
+        f"{lost} {'is' if is_one else 'are'} lost, and no other had room within {timeout_s:g} s; add "
+        f"{'a node' if is_one else 'nodes'}, then continue with resume=auto"
+    )
+    return RoleError(late.role, late.rank, late.method, cause)
+
+
 def error_beside_stopped(call: RankCall, cause: RayError, stopped: Mapping[RankCall, RankPlace]) -> RoleError:
     """Return the error for a call that failed while the processes of others are stopped, which explains it.
 

@@ -49,7 +49,7 @@ class PoolProcesses:
     Attributes:
         name: name of the pool.
         actors: the actor of each rank; a new list after a restart.
-        nodes: Ray's id of the node of each rank.
+        nodes: Ray's id of the node of each rank; those of before until ranks that are started again run.
         processes: the process of each rank; None before `start`.
         roles: the roles that were built, by name.
     """
@@ -58,6 +58,7 @@ class PoolProcesses:
         """Start the processes; `start` waits for them."""
         self.name = name
         self.nodes: list[str] = []
+        self._addresses: list[str] = []
         self.processes: RankProcesses | None = None
         self.roles: dict[str, BuiltRole] = {}
         self._pool, self._reserved = pool, reserved
@@ -81,7 +82,7 @@ class PoolProcesses:
         self._job, self._log_path = job, log_path
         wait = partial(finish, f"pool {self.name}", "start")
         node_ips = wait([actor.node_ip.remote() for actor in self.actors])
-        self.nodes = wait([actor.node.remote() for actor in self.actors])
+        self.nodes, self._addresses = wait([actor.node.remote() for actor in self.actors]), node_ips
         processes = wait([actor.process_id.remote() for actor in self.actors])
         self.processes = ask_ray(lambda: RankProcesses(self.nodes, processes))
         here = ray.get_runtime_context().get_node_id()
@@ -117,6 +118,15 @@ class PoolProcesses:
         self.start(self._job, self._log_path, finish)
         for role, built in list(self.roles.items()):
             self.build(role, built, finish)
+
+    def lost_nodes(self) -> dict[str, list[int]]:
+        """Return the ranks that ran on nodes that are lost since, by the address of each node."""
+        alive = {node["NodeID"] for node in ask_ray(ray.nodes) if node["Alive"]}
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (node, address) in enumerate(zip(self.nodes, self._addresses, strict=True)):
+            if node not in alive:
+                ranks_of.setdefault(address, []).append(rank)
+        return ranks_of
 
     def rank_of(self, actor_id: str) -> int | None:
         """Return the rank of an actor, by its id in hexadecimal digits; None if it is not one of these."""

@@ -37,6 +37,7 @@ from rlpack.distributed.failures import (
     describe_error,
     error_beside_stopped,
     first_cause,
+    lost_node_error,
     rank_calls,
 )
 from rlpack.distributed.layout import ParallelLayout
@@ -273,6 +274,8 @@ class RestartablePool(ABC):
         """Kill pools whose calls are late, and return the error to raise; arguments as for `deadline_error`."""
         stopped = _end_stopped(late, pools)
         missed = deadline_error(late, limit_s, stopped, place=_place_of(late[0], pools), is_own=is_own)
+        if self._is_restarting and not stopped and (ranks_of := self._pool.lost_nodes()):
+            missed = lost_node_error(late[0], limit_s, self._pool.name, ranks_of)
         return _killed(pools, _hung(stopped or late, pools), missed)
 
     def _failure(

@@ -194,6 +194,27 @@ def test_a_rank_that_dies_on_another_node_is_named_with_its_node(machines: Machi
             group.run(Faulty.wait_for_all)
 
 
+def test_a_pool_whose_node_is_lost_names_the_node_once_no_other_took_its_place(machines: Machines):
+    third = machines.add_node(num_cpus=2, object_store_memory=2**27)
+    placement = Placement(
+        address=machines.address, pools={"main": Pool(ranks=1, cpus_per_rank=2.0)}, start_timeout_s=60.0
+    )
+    config = tiny_config(roles={"faulty": Role(target="tests.distributed.roles:Faulty")}, placement=placement)
+    try:
+        with Cluster(placement) as cluster:
+            group = start_roles(cluster, config, ["faulty"], (config, tiny_tokenizer()))["faulty"]
+            ranks, address = cluster.open_pools([])["main"], ray.util.get_node_ip_address()
+            ranks._start_s = 5.0
+            machines.remove_node(third, allow_graceful=False)
+            until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, 60.0)
+            lost = rf"node {address}, which had rank 0 of pool main, is lost, and no other had room within 5"
+            with pytest.raises(RoleError, match=lost):
+                group.run(Faulty.wait_for_all)
+    finally:
+        if third in machines.worker_nodes:
+            machines.remove_node(third)
+
+
 def test_a_gcs_that_is_stopped_ends_the_run_and_its_ranks_on_all_nodes(machines: Machines):
     placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, ray_timeout_s=2.0)
     config = tiny_config(roles={"faulty": Role(target="tests.distributed.roles:Faulty")}, placement=placement)

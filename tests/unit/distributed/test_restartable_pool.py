@@ -30,6 +30,7 @@ class Processes:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.places: dict[str, RankPlace] = {}
+        self.lost: dict[str, list[int]] = {}
 
     def kill(self) -> None:
         self.done.append("kill")
@@ -45,6 +46,9 @@ class Processes:
 
     def place_of(self, rank: int) -> RankPlace | None:
         return self.places.get(f"rank {rank}")
+
+    def lost_nodes(self) -> dict[str, list[int]]:
+        return self.lost
 
     def rank_of(self, actor_id: str) -> int | None:
         return 1 if actor_id == "rank 1" else None
@@ -148,3 +152,37 @@ def test_a_pool_that_ends_while_it_is_started_again_is_killed(monkeypatch: pytes
     with pytest.raises(RoleError, match="the process died"):
         ranks._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {ranks}), 1)
     assert processes.done == ["kill"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "text"),
+    [
+        (
+            {"10.0.0.2": [0, 1]},
+            "node 10.0.0.2, which had ranks 0, 1 of pool generation, is lost, and no other had room within "
+            "60 s; add a node, then continue with resume=auto",
+        ),
+        (
+            {"10.0.0.2": [0], "10.0.0.3": [1]},
+            "node 10.0.0.2, which had rank 0 of pool generation, and node 10.0.0.3, which had rank 1 of pool "
+            "generation, are lost, and no other had room within 60 s; add nodes, then continue with resume=auto",
+        ),
+        (
+            {},
+            "no answer from rank 1 within 60 s; raise placement.call_timeout_s or placement.start_timeout_s if the "
+            "work takes longer",
+        ),
+    ],
+)
+def test_a_pool_that_waits_for_the_place_of_a_lost_node_says_so(
+    monkeypatch: pytest.MonkeyPatch, lost: dict[str, list[int]], text: str
+):
+    processes, call = Processes(), call_of_rank(1, "pool generation")
+    processes.lost = lost
+    ranks = pool_of(processes)
+    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: None)
+    monkeypatch.setattr(processes, "start_again", lambda finish: ranks._wait([call], 60.0))
+    with pytest.raises(RoleError) as missed:
+        ranks._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {ranks}), 1)
+    assert missed.value.cause == text
+    assert processes.done[-1] == "kill"
