@@ -29,6 +29,7 @@ class RunLog(logging.Handler):
     Attributes:
         path: the file; None until it is open.
         ray_logs: the folder of Ray's own logs, if a Ray is in use.
+        has_steps: whether the run has taken a step: an error after that is not one of configuration or data alone.
     """
 
     def __init__(self, process: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -42,6 +43,7 @@ class RunLog(logging.Handler):
         self.setFormatter(logging.Formatter(_FORMAT.format(process)))
         self.path: Path | None = None
         self.ray_logs: str | None = None
+        self.has_steps = False
         self._on_failure = on_failure
         self._failures: list[BaseException] = []
         self._early: deque[str] = deque(maxlen=_MOST_EARLY_RECORDS)

@@ -19,12 +19,17 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def report_failure(error: Exception, command: str = "train") -> int:
-    """Print the error that ended a run, unless it has been printed, and return its exit code."""
+    """Print the error that ended a run, unless it has been printed, and return its exit code.
+
+    The configuration or the data can't be all that is wrong with a run that has taken a step.
+    """
     run_log = current_log()
     if run_log is None:
         print_failure(error, command)
     else:
         run_log.record_failure(error)
+    if run_log is not None and run_log.has_steps:
+        return RUN_FAILED
     if isinstance(error, DataError):
         return DATA_WRONG if _place_in_user_code(error) is None else RUN_FAILED
     return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED

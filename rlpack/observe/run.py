@@ -185,6 +185,8 @@ class Run:
 
         if phase == "train":
             self._check_signal(step, record)
+        if self._log is not None and phase != "evaluation":
+            self._log.has_steps = True
 
     def check_lock(self) -> None:
         """Raise if the run directory is no longer this run's; called before writes.

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from rlpack.batch.errors import DataError
-from rlpack.cli.failed_run import DATA_WRONG, RUN_FAILED, report_failure
+from rlpack.cli.failed_run import CONFIG_WRONG, DATA_WRONG, RUN_FAILED, report_failure
 from rlpack.data.length_files import read_lengths
+from rlpack.observe.errors import MetricError
+from rlpack.run_log import attached_log
 from tests.builders import tiny_rollouts
 
 RECIPE = '''def draw(rollouts):
@@ -77,3 +79,17 @@ def test_wrong_data_have_their_own_exit_code(tmp_path: Path, capsys: pytest.Capt
         read_lengths(tmp_path / "lengths.txt")
     assert report_failure(raised.value) == DATA_WRONG
     assert "line" not in capsys.readouterr().err.partition(":")[0]
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError("rows"), DATA_WRONG), (MetricError("value"), CONFIG_WRONG)])
+def test_errors_after_the_first_step_are_failures_of_the_run(error: Exception, code: int):
+    def raised() -> Exception:
+        try:
+            raise error
+        except type(error) as found:
+            return found
+
+    with attached_log("driver") as log:
+        assert report_failure(raised()) == code
+        log.has_steps = True
+        assert report_failure(raised()) == RUN_FAILED

@@ -36,6 +36,7 @@ from rlpack.observe.sinks import LogPhase, ResumePoint, read_records
 from rlpack.packing.analysis.data_rank import DataRank
 from rlpack.packing.batching import Batching
 from rlpack.packing.make_plan import make_plan
+from rlpack.run_log import attached_log
 
 
 def start(directory: Path, config: Config | None = None, resume_at: ResumePoint | None = None) -> Run:
@@ -750,3 +751,11 @@ def test_an_empty_file_that_a_checkpoint_does_not_know_changes_no_record(
     (tmp_path / "samples.jsonl").write_text("of another run")
     check_records(tmp_path, hashes)
     assert f"samples.jsonl in {tmp_path} changed after the checkpoint was written" in caplog.text
+
+
+def test_a_run_has_steps_once_a_step_is_logged(tmp_path: Path) -> None:
+    with attached_log("driver") as log, start(tmp_path) as run:
+        run.log(0, {"reward/mean": 0.5}, phase="evaluation")
+        assert not log.has_steps
+        run.log(1, {"reward/mean": 0.5})
+        assert log.has_steps
