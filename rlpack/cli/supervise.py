@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.signals import BROKEN_PIPE
+from rlpack.distributed.missing_nodes import expect_missing_nodes
 from rlpack.observe.run_dir import CHECKPOINTS, LOG, PHASES
 from rlpack.run_log import RunLog
 from rlpack.user_code import Interrupted
@@ -98,7 +99,8 @@ def newest_checkpoints(run_dir: Path) -> list[str]:
 def begin_attempt() -> None:
     """Tie this process to its supervisor, if it has one, and log which attempt it is.
 
-    If the supervisor ends, the run is asked to finish its step and to save, as by SIGTERM.
+    If the supervisor ends, the run is asked to finish its step and to save, as by SIGTERM. An attempt after the first
+    waits for missing nodes of its cluster.
     """
     value = os.environ.pop(_ATTEMPT, None)  # not for the processes of the run
     if value is None:
@@ -109,6 +111,7 @@ def begin_attempt() -> None:
     if os.getppid() != parent:  # it ended before
         raise KeyboardInterrupt
     if number > 1:
+        expect_missing_nodes()
         log.warning("attempt %d of %d of a supervised run (supervise=%d)", number, attempts, attempts - 1)
 
 

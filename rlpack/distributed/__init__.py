@@ -9,6 +9,6 @@
 - `ray_internals`: the private names of Ray, with replacements for versions that lack them.
 - `local_ray`, `run_token`, `ray_daemons`, `ray_reaper`: a run's own Ray: its start, token, end, and what is left of it.
 - `ray_store`, `object_handles`: payloads in the object store, their leases and their budget.
-- `cluster`, `capacity`, `shared_folder`, `start_roles`: pools of processes, and the roles on them.
+- `cluster`, `capacity`, `missing_nodes`, `shared_folder`, `start_roles`: pools of processes, and the roles on them.
 - `jobs`: submitting a run to a cluster's job server.
 """

@@ -1,17 +1,19 @@
 """`Cluster`: joins or starts a Ray cluster, places pools of ranks on it, and ends everything it started."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import ray
 
-from rlpack.config.schema import Placement
+from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import check_capacity
 from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.distributed.missing_nodes import wait_for_capacity
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.ray_connection import connect, disconnect
 from rlpack.distributed.ray_internals import logs_folder
@@ -93,18 +95,22 @@ class Cluster:
         On a cluster that others may use, no process starts before all pools have their devices.
 
         Raises:
-            Interrupted: `is_interrupted` returned True while others used the devices.
+            Interrupted: `is_interrupted` returned True while others used the devices, or some were missing.
             PlacementError: the cluster has fewer devices than the pools claim, which is raised at once, with what is
-                free; or others used them until `placement.start_timeout_s`.
+                free, except in a restarted run, which waits for them; or others used them. Either wait ends after
+                `placement.start_timeout_s`.
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
         pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
-        check_capacity(pools, _nodes(), ask_ray(ray.available_resources))
+        is_shared = self._placement.address is not None
+        limits = self._placement.start_timeout_s, self._is_interrupted
+        if is_shared:
+            wait_for_capacity(partial(_check_capacity, pools), *limits)
+        else:
+            _check_capacity(pools)
         opened = {name: pool for name, pool in pools.items() if name not in self._pools}
         # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
-        is_shared = self._placement.address is not None
-        limits = self._placement.start_timeout_s, self._is_interrupted
         reserved = reserve(opened, *limits) if is_shared and opened else {}
         for name, pool in opened.items():
             self._pools[name] = RayRanks(name, pool, reserved.get(name), self._placement, self.store, self.restarts)
@@ -146,6 +152,11 @@ def _store(placement: Placement, is_interrupted: Callable[[], bool]) -> RayStore
             f"{in_units(store.size)}; lower it, or raise placement.object_store_gb"
         )
     return store
+
+
+def _check_capacity(pools: Mapping[str, Pool]) -> None:
+    """Raise a `PlacementError` if the cluster has fewer devices than the pools claim."""
+    check_capacity(pools, _nodes(), ask_ray(ray.available_resources))
 
 
 def _nodes() -> list[Mapping[str, float]]:

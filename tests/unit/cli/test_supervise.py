@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlpack.cli.signals import termination_as_keyboard_interrupt
-from rlpack.cli.supervise import supervise
+from rlpack.cli.supervise import begin_attempt, supervise
+from rlpack.distributed import missing_nodes
 
 # An attempt that writes the name of the first signal it receives, and ends as an interrupted run.
 ATTEMPT = f"""#!{sys.executable}
@@ -189,3 +190,12 @@ sys.exit(141)
     replace_attempt(tmp_path, monkeypatch, script)
     assert supervise([], "run", 3) == 141
     assert attempts_of(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("number", "waits"), [(1, False), (2, True)])
+def test_attempts_after_the_first_wait_for_missing_nodes(monkeypatch: pytest.MonkeyPatch, number: int, waits: bool):
+    monkeypatch.setattr(missing_nodes._Process, "is_restarted", False)
+    monkeypatch.setattr(sys, "platform", "another")  # this process isn't tied to its parent
+    monkeypatch.setenv("RLPACK_SUPERVISED_ATTEMPT", f"{os.getppid()}:{number}:3")
+    begin_attempt()
+    assert missing_nodes._Process.is_restarted == waits

@@ -1,0 +1,56 @@
+"""Restarted runs wait for nodes that are missing; others don't."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rlpack.distributed import missing_nodes
+from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.missing_nodes import expect_missing_nodes, wait_for_capacity
+from rlpack.user_code import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing_nodes._Process, "is_restarted", False)
+    monkeypatch.setattr(missing_nodes, "_LOOK_S", 0.01)
+
+
+def passing_at(number: int) -> tuple[Callable[[], None], list[int]]:
+    """Return a check that passes when it is called the n-th time, and the numbers of its calls."""
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(len(calls) + 1)
+        if len(calls) < number:
+            raise PlacementError("the pools main ask for 2 CPU, the cluster has 1")
+
+    return check, calls
+
+
+def test_a_run_that_was_not_restarted_is_refused_at_once():
+    check, calls = passing_at(2)
+    with pytest.raises(PlacementError, match="ask for 2 CPU"):
+        wait_for_capacity(check, 60.0, lambda: False)
+    assert calls == [1]
+
+
+def test_a_restarted_run_waits_for_its_nodes_with_one_warning(caplog: pytest.LogCaptureFixture):
+    expect_missing_nodes()
+    check, calls = passing_at(4)
+    wait_for_capacity(check, 60.0, lambda: False)
+    assert calls == [1, 2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the pools main ask for 2 CPU, the cluster has 1. The run was restarted, so a node may be missing temporarily: "
+        "waiting up to placement.start_timeout_s=60 s for it"
+    ]
+
+
+def test_the_wait_ends_at_the_deadline_and_when_it_is_interrupted():
+    expect_missing_nodes()
+    check, calls = passing_at(10**9)
+    with pytest.raises(PlacementError, match="ask for 2 CPU"):
+        wait_for_capacity(check, 0.05, lambda: False)
+    assert len(calls) > 1
+    with pytest.raises(Interrupted):
+        wait_for_capacity(check, 60.0, lambda: True)
