@@ -165,7 +165,10 @@ def find_recipe(target: str) -> RecipeSpec:
     module = _import(target)
     spec = vars(module).get("SPEC")
     if not isinstance(spec, RecipeSpec):
-        raise ConfigError([f"recipe.target is {target!r}, but {module.__name__} has no SPEC; {_HOW}"])
+        what = " has no SPEC"
+        if "SPEC" in vars(module):
+            what = f".SPEC is of type {type(spec).__name__} and has to be a RecipeSpec"
+        raise ConfigError([f"recipe.target is {target!r}, but {module.__name__}{what}; {_HOW}"])
     if module.__name__ == target:
         if not inspect.isfunction(main := vars(module).get("main")):
             raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])

@@ -413,6 +413,7 @@ def test_a_config_with_its_section_crosses_processes(own):
     ("text", "message"),
     [
         ("", "has no SPEC; a recipe is a module with main(config) and SPEC"),
+        ('SPEC = {"sections": {}}', ".SPEC is of type dict and has to be a RecipeSpec; a recipe is"),
         (RECIPE.replace("def main", "def run"), "has no function main; a recipe is"),
         (RECIPE.replace('"my_section": Mine', '"trainer": Mine'), "whose section 'trainer' can't have this name"),
         (RECIPE.replace('"my_section": Mine', '"my_section": dict'), "derive it from rlpack.config.sections.section"),
