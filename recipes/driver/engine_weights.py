@@ -26,7 +26,8 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
         gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
         if math.isinf(gap):
             gap = session.replace_engines()
-    session.engine_access.optimizer_steps = (session if step is None else step).progress.optimizer_steps
+    # A recipe may leave out the step in progress.
+    session.engine_access.optimizer_steps = (step or session.step or session).progress.optimizer_steps
     if step is not None:
         step.metrics["rollout/canary_gap"] = gap
 

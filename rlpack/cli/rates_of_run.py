@@ -14,6 +14,8 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.plan_from_run import read_record
 from rlpack.cli.scoring_time import overlap
 from rlpack.cli.token_time import TokenTime, token_time
+from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import find_recipe
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import METRICS, read_config
 from rlpack.observe.sinks import read_records
@@ -88,7 +90,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         rows_per_step=rows,
         score_s=phases.score_s,
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
-        scores_apart=_scores_apart(config),
+        scores_apart=scores_apart(config),
     )
     run_rates = RunRates(
         responses,
@@ -125,13 +127,18 @@ def _response_lengths(record: PlanRecord, prompt: float, mean: float, longest: f
     return np.minimum(with_mean(np.maximum(1, lengths), mean), max(1, round(longest)))
 
 
-def _scores_apart(config: Mapping[str, Any]) -> bool:
-    """Return whether no other role has the pool of the rollout role; False without the run's configuration."""
+def scores_apart(config: Mapping[str, Any]) -> bool:
+    """Return whether engines generate the next batch while one is scored; False without the run's configuration.
+
+    No other role may have the engines' pool, and the reward role must not wait for the actor's updates.
+    """
     try:
         pools = {role: _pool_of(config, role) for role in ("rollout", *config["placement"]["roles"])}
-    except (KeyError, TypeError):
+        draws_once = find_recipe(config["recipe"]["target"]).draws_once
+    except (KeyError, TypeError, ConfigError):
         return False
-    return list(pools.values()).count(pools["rollout"]) == 1
+    shared = list(pools.values()).count(pools["rollout"]) > 1 or _pool_of(config, "reward") == _pool_of(config, "actor")
+    return draws_once and not shared
 
 
 class _Phases(NamedTuple):

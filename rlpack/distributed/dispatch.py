@@ -108,8 +108,9 @@ def sharded(
         needs_whole_groups: predicate on the method's other arguments: whether all rows of a group (`group_ids`) must
             be in one microbatch; by default they need not be.
     """
-    if method is not None and not callable(method):
-        raise TypeError(f"@sharded({method!r}) doesn't name its argument; write @sharded(reads={method!r})")
+    if method is not None and not _is_in_class(method):  # columns, or a function that chooses them
+        given = method.__name__ if isfunction(method) else repr(method)
+        raise TypeError(f"@sharded({given}) doesn't name its argument; write @sharded(reads={given})")
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")
     if background and merge is not None:
@@ -121,6 +122,12 @@ def sharded(
     )
     decorate = _mark(Dispatch("sharded", mini_batches, merge, background, columns, needs_whole_groups))
     return decorate if method is None else decorate(method)
+
+
+def _is_in_class(method: Any) -> bool:
+    """Return whether something is a function that a class body defines."""
+    outer = method.__qualname__.rpartition(".")[0] if isfunction(method) else ""
+    return outer != "" and not outer.endswith("<locals>")
 
 
 @overload

@@ -66,6 +66,7 @@ class RewardScorer:
         self._weights = weights
         self._failure_rate = FailureRate(max_failures)
         self._unrewarded = Counter[str]()  # problems of all rows so far, while none has a reward
+        self._unrewarded_prompts: set[Any] = set()
         self._has_rewarded = max_failures >= 1
         self._pool = RewardPool(functions, settings)
         self._output_bytes = 0
@@ -109,22 +110,26 @@ class RewardScorer:
         self._warn_of_quarantine(rewards.rows, rewards.counts, first_failure)
         output = self._pool.output[-_SHOWN_OUTPUT:] if first_failure else ""
         self._failure_rate.record(rewards.rows, first_failure + (f"; functions wrote: …{output}" if output else ""))
-        self._check_any_reward(rewards)
+        self._check_any_reward(rewards, columns["prompt"])
         return rewards
 
-    def _check_any_reward(self, rewards: BatchRewards) -> None:
-        """Raise if no row of the first 100 or more has got a reward: a run would train on nothing, to its end."""
+    def _check_any_reward(self, rewards: BatchRewards, prompts: Sequence[Any]) -> None:
+        """Raise if no row of this process's first 100 or more has got a reward: a run would train on nothing.
+
+        The rows have to be of several prompts: functions may return None for a single one.
+        """
         self._has_rewarded |= not rewards.quarantined.all()
         if self._has_rewarded:
             return
         self._unrewarded.update(rewards.counts)
-        if self._unrewarded.total() >= _WINDOW_ROWS:
+        self._unrewarded_prompts.update(map(str, prompts))
+        if self._unrewarded.total() >= _WINDOW_ROWS and len(self._unrewarded_prompts) >= _ALL_FAILED_ROWS:
             names = ", ".join(function.target for function in self._functions.values())
             reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(self._unrewarded.items()))
             raise TooManyFailuresError(
-                f"reward function {names}: none of the first {self._unrewarded.total()} rows has a reward ({reasons}), "
-                "so there is nothing to train on; return a number for each row (a function without a return statement "
-                "gives None), or set reward.max_failures=1 to go on anyway"
+                f"reward function {names}: none of the {self._unrewarded.total()} rows that this process scored has a "
+                f"reward ({reasons}); return a number for each row (a function without a return statement gives "
+                "None), or set reward.max_failures=1 to go on anyway"
             )
 
     def _describe_first_failure(self, results: Mapping[str, Sequence[RewardResult]]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlpack.cli.main import main
-from rlpack.cli.rates_of_run import measured
+from rlpack.cli.rates_of_run import measured, scores_apart
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import CONFIG, LENGTHS, METRICS
 from rlpack.packing import Batching
@@ -492,3 +492,20 @@ def test_lengths_of_a_file_are_used(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.save(tmp_path / "lengths.npy", np.array([7, 9]))
     assert simulate(str(tmp_path / "lengths.npy"), "--ranks", "2") == 0
     assert "responses of 8 tokens on average, 9 at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "roles", "apart"),
+    [
+        ("grpo", {"rollout": "engines", "reward": "scores"}, True),
+        ("grpo", {"rollout": "engines", "reward": "engines"}, False),
+        ("grpo", {"rollout": "engines"}, False),  # scores wait for the updates of the actor
+        ("grpo", {}, False),
+        ("dapo", {"rollout": "engines", "reward": "scores"}, False),  # which batch is next depends on scores
+    ],
+)
+def test_scoring_overlaps_generation_only_in_a_pool_of_its_own(recipe: str, roles: dict[str, str], apart: bool):
+    pools = {"main": {"ranks": 1}, "engines": {"ranks": 1}, "scores": {"ranks": 1}}
+    config = {"recipe": {"target": f"rlpack.recipes.{recipe}"}, "placement": {"pools": pools, "roles": roles}}
+    assert scores_apart(config) is apart
+    assert not scores_apart({})

@@ -61,6 +61,12 @@ def test_columns_by_position_are_refused():
     with pytest.raises(TypeError, match=r"@sharded\('completion'\) .*; write @sharded\(reads='completion'\)"):
         sharded("completion")  # pyright: ignore[reportArgumentType, reportCallIssue]
 
+    def columns_of(factor: int) -> list[str]:
+        return ["completion"] * factor
+
+    with pytest.raises(TypeError, match=r"@sharded\(columns_of\) .*; write @sharded\(reads=columns_of\)"):
+        sharded(columns_of)
+
 
 def test_a_decorated_method_is_plain_python_when_called_directly():
     assert (Role().count([1, 2]), Role().shout("a"), Role().whisper("A")) == (2, "A", "a")

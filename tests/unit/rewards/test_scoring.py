@@ -315,13 +315,12 @@ def test_a_pool_whose_supervisor_is_killed_says_so():
 
 
 def test_functions_that_reward_no_row_end_a_run_and_those_that_reward_one_go_on(scorers):
-    scorer = scorers("lacks_a_return", max_failures=0.1)
-    assert score(scorer, *["ab"] * 60).counts == {"none": 60}
-    with pytest.raises(
-        TooManyFailuresError, match=r"lacks_a_return: none of the first 120 rows .*\(none: 120\).* return"
-    ):
-        score(scorer, *["ab"] * 60)
+    scorer, prompts = scorers("lacks_a_return", max_failures=0.1), [f"prompt {number}" for number in range(60)]
+    assert score(scorer, *["ab"] * 120).counts == {"none": 120}  # of a single prompt
+    with pytest.raises(TooManyFailuresError, match=r"lacks_a_return: none of the 180 rows .*\(none: 180\).* return"):
+        scorer.score({"prompt": prompts, "completion": ["ab"] * 60}, 60)
     scorer = scorers("rewards_one_letter", max_failures=0.1)
     for _ in range(3):
-        score(scorer, "a", *["ab"] * 60)
-    assert score(scorers("lacks_a_return", max_failures=1.0), *["ab"] * 120).counts == {"none": 120}
+        scorer.score({"prompt": prompts, "completion": ["a", *["ab"] * 59]}, 60)
+    scorer = scorers("lacks_a_return", max_failures=1.0)
+    assert scorer.score({"prompt": prompts * 2, "completion": ["ab"] * 120}, 120).counts == {"none": 120}

@@ -24,6 +24,7 @@ from rlpack.packing import Batching
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -154,6 +155,20 @@ def test_a_step_that_updates_the_actor_and_publishes_nothing_ends_the_run(tmp_pa
     with pytest.raises(ValueError, match=said):
         train()
     assert session.progress.step == 1
+
+
+def test_weights_may_be_published_without_naming_the_step(tmp_path: Path):
+    session = session_ahead(tmp_path, steps=2, lead=0)
+    engines = Engines(session)
+    engines.weights.publish = lambda canary: 0.0
+    session.groups["rollout"] = cast(Any, AnsweringGroup("rollout", Batching(), {}))
+    queue = AheadQueue(session, engines.draw)
+    sync_weights(session)
+    for step in session.steps("train", 2):
+        queue.take(step)
+        step.advance(optimizer_steps=step.number)
+        sync_weights(session)
+    assert session.engine_access.optimizer_steps == 2
 
 
 def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publications: Any):
