@@ -6,7 +6,7 @@ a given size. vLLM allocates its cache when it starts, and frees it only if it s
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,6 +23,11 @@ _WHOLE_GPU, _SHARED_GPU = 0.92, 0.5
 _PREPARED_BYTES = 2**30
 # A buffer of keys and values has room for this many times its tokens (`rlpack.rollout.kv_cache`).
 _ROOM = 1.5
+# Parts of the names of vLLM's arguments with which weights or cache may take less of a GPU than is counted here.
+_SMALLER = ("offload", "quantization", "cache_dtype", "load_format", "model_loader", "overrides", "additional_config")
+_SMALLER += ("context_parallel", "num_gpu_blocks_override", "language_model_only", "limit_mm_per_prompt")
+# Settings of models whose layers differ in kind, but have no `layer_types`.
+_MIXED = ("layers_block_type", "block_types", "attn_layer_period", "attn_layer_indices")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class EngineMemory:
         keeps_cache: whether an engine that doesn't sleep has its cache at all times, not only while it generates.
         start: bytes of a whole model in host memory next to a GPU, while the engine starts.
         share: bytes that vLLM takes for weights and cache; None without such a limit.
-        row: bytes of the keys and values of the longest row, without which vLLM doesn't start.
+        row: bytes of the keys and values of the longest row in the layers that certainly keep them, without which
+            vLLM doesn't start.
     """
 
     weights: int
@@ -96,13 +102,33 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
     if "kv_cache_memory_bytes" in arguments:
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
     share = int(gpu_share(config) * device_bytes)
-    if not any("offload" in name for name in settings.vllm):  # else some weights are in host memory
-        kept |= {"share": share, "row": _cache_bytes(model, longest, dtype, gpus) // max(1, gpus)}
+    if not any(part in name for name in settings.vllm for part in _SMALLER):
+        kept |= {"share": share, "row": _row_bytes(model, longest, dtype, gpus) // max(1, gpus)}
     return EngineMemory(weights, max(0, share - weights), **kept)
 
 
-def _cache_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int = 0) -> int:
+def _row_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int) -> int:
+    """Return the least size of the keys and values of a row, in bytes, on all GPUs of an engine together.
+
+    If layers differ, only those of full attention count: vLLM keeps a window of the row in others, or a state. Layers
+    that share the keys and values of earlier ones don't count, and nor do those whose attention has another shape.
+    """
+    settings = settings_of(model.config)
+    layers, window = Shape.of(model.config).layers, settings.get("sliding_window")
+    if kinds := settings.get("layer_types"):
+        others = settings.get("per_layer_config") or {}
+        storing = kinds[: layers - (settings.get("num_kv_shared_layers") or 0)]
+        full = (str(layer) not in others for layer, kind in enumerate(storing) if kind == "full_attention")
+        return _cache_bytes(model, tokens, dtype, gpus, layers=sum(full))
+    if any(name in settings for name in _MIXED):
+        return 0
+    return _cache_bytes(model, min(tokens, window or tokens), dtype, gpus)
+
+
+def _cache_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int = 0, *, layers: int | None = None) -> int:
     """Return the size of the keys and values of some tokens, in bytes, on all GPUs of an engine together.
+
+    All layers count, or the given number.
 
     Latent attention (DeepSeek-V2 and later) caches the compressed keys and values, the rotary part of the keys and the
     keys of an indexer, once for all heads and on each GPU.
@@ -111,6 +137,7 @@ def _cache_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int = 0)
         ModelError: the model has no attention heads.
     """
     shape, settings = Shape.of(model.config), settings_of(model.config)
+    shape = shape if layers is None else replace(shape, layers=layers)
     if "kv_lora_rank" in settings and "qk_rope_head_dim" in settings:
         width = sum(settings.get(name) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
         return max(1, gpus) * shape.layers * width * tokens * (2 if dtype == "bf16" else 4)

@@ -156,6 +156,50 @@ def test_the_share_of_a_vllm_over_several_gpus_holds_their_parts_of_the_weights(
     assert engine.missing == 0
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8"},
+        {"load_format": "bitsandbytes"},
+        {"hf_overrides": {"num_hidden_layers": 1}},
+        {"decode_context_parallel_size": 2},
+        {"cpu_offload_gb": 1.0},
+    ],
+)
+def test_a_vllm_whose_weights_or_cache_may_be_smaller_is_not_refused(argument: dict[str, Any]):
+    pool, share = {"main": Pool(ranks=1, gpus_per_rank=1.0)}, {"gpu_memory_utilization": 1e-6}
+    model = open_estimator(config(pool), 80).model
+    missing = [
+        engine_memory(config(pool, rollout=vllm(kv_cache_gb=None, vllm=options)), model, 4, 80 * GB).missing
+        for options in (share, share | argument)
+    ]
+    assert missing[0] > missing[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "layer_tokens"),
+    [
+        ("llama", {}, 4 * 96),
+        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}, 2 * 96),  # every second layer slides
+        ("mistral", {"sliding_window": 16}, 4 * 16),
+        ("mistral", {"sliding_window": 128}, 4 * 96),
+        ("mistral", {"sliding_window": None}, 4 * 96),
+        ("qwen3_next", {}, 96),  # three of four layers are linear
+        ("gemma3n_text", {"layer_types": ["full_attention"] * 4, "num_kv_shared_layers": 3}, 96),
+        ("gemma4_text", {}, 0),  # layers of full attention have another head size
+        ("jamba", {}, 0),
+    ],
+)
+def test_a_row_counts_where_a_vllm_certainly_keeps_it(model_type: str, settings: dict[str, Any], layer_tokens: int):
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | settings)))
+    given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=vllm(kv_cache_gb=None))
+    assert engine_memory(given, model, 4, 80 * GB).row == 2 * layer_tokens * (2 * 32) * 4
+
+
 @pytest.mark.parametrize("offload", ["none", "parameters"])
 def test_weights_and_gradients_of_bf16_files_count_in_fp32(offload: str, tmp_path: Path):
     pools = {}
