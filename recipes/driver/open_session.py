@@ -1,5 +1,6 @@
 """Open a session: check everything, start the roles, continue from a checkpoint; shut all of it down at the end."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
@@ -33,6 +35,7 @@ from rlpack.recipes.driver.splits import cache_splits, load_sets, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.spans import FOLDER, recorded_spans
 from rlpack.startup.data_epochs import with_steps
+from rlpack.startup.model_paths import with_absolute_models
 from rlpack.startup.same_run import check_steps
 
 
@@ -93,9 +96,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         run.set_ray_logs(cluster.ray_logs)
         if loaded is not None:
             check_records(directory, loaded.state["records"])
-        names = started_roles(config)
-        with _timing_start(run, names):
-            groups = RoleGroups(start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model)))
+        groups = _start_groups(run, cluster, config, tokenizer, model)
         performance = PerformanceMeter.start(config, groups, model)
         train, test, *others = cache_splits(cluster.store, tokenizer, prompts, held_out, *sets.values())
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
@@ -119,6 +120,15 @@ def _resume_point(loaded: LoadedCheckpoint, config: Config, directory: Path) -> 
     progress = loaded.progress
     is_logged = has_record(directory / METRICS, "evaluation", progress.step)
     return ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due(config, is_logged=is_logged))
+
+
+def _start_groups(
+    run: Run, cluster: Cluster, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> RoleGroups:
+    """Start the roles that the recipe uses; `model` is the policy on the meta device."""
+    names, settings = started_roles(config), (with_absolute_models(config, os.environ), tokenizer)
+    with _timing_start(run, names):
+        return RoleGroups(start_roles(cluster, config, names, settings, cost=sequence_cost(model)))
 
 
 @contextmanager

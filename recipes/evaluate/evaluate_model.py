@@ -11,6 +11,7 @@ The random numbers of a response depend only on the seed, the prompt's position 
 evaluation of a run. A kill costs at most the part in progress.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,6 +65,7 @@ from rlpack.recipes.preflight.config_checks import check_before_evaluation
 from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
 from rlpack.rollout.vllm.arguments import default_dtype
 from rlpack.run_log import current_log
+from rlpack.startup.model_paths import with_absolute_models
 from rlpack.workers.reward import function_specs
 
 
@@ -145,7 +147,7 @@ def _generate(
         console.note(f"starting the roles {', '.join(names)}; {rollout.engine} generates in {rollout.dtype}")
         began = time.perf_counter()
         check_export_is_shared(cluster, config, names)
-        groups = start_roles(cluster, config, names, (config, tokenizer))
+        groups = start_roles(cluster, config, names, (with_absolute_models(config, os.environ), tokenizer))
         console.note(f"the roles are ready after {time.perf_counter() - began:.1f} s")
         (held_out,) = cache_splits(cluster.store, tokenizer, prompts)
         session = EvaluationSession(config, tokenizer, held_out, groups, cluster.store)

@@ -31,7 +31,6 @@ from rlpack.observe.evaluation.evaluation_dir import ROWS, arguments_of, check_o
 from rlpack.run_log import attached_log
 from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values, with_dtype_of
 from rlpack.startup.evaluation_checks import check_evaluation, check_path_of_run
-from rlpack.startup.model_paths import with_absolute_models
 from rlpack.user_code import UserCode, UserCodeError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) 
         raise ConfigError(problems)
     if evaluated.state is not None and _PROMPTS.isdisjoint(_keys(overrides)):
         check_path_of_run(values["data"]["source"])
-    config = with_absolute_models(compose_evaluation(overrides, values), os.environ)
+    config = compose_evaluation(overrides, values)
     run = None if evaluated.state is None else run_config(evaluated.state)
     config = with_dtype_of(run, config)
     output = recipe_section(config, Evaluate).output_dir

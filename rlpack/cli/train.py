@@ -53,7 +53,6 @@ from rlpack.observe.run_dir import holds_checkpoint
 from rlpack.observe.run_lock import lock_run_dir
 from rlpack.run_log import attached_log
 from rlpack.startup.first_checks import check_first
-from rlpack.startup.model_paths import with_absolute_models
 from rlpack.user_code import UserCode, UserCodeError
 
 log = logging.getLogger(__name__)
@@ -171,8 +170,7 @@ def run(
     run_dir = Path(config.run_dir or ".").absolute()
     try:
         with lock_run_dir(run_dir, key=key), UserCode(f"recipe.target {config.recipe.target!r}"):
-            absolute = with_absolute_models(config, os.environ)
-            _run_locked(absolute.model_copy(update={"run_dir": str(run_dir)}))
+            _run_locked(config.model_copy(update={"run_dir": str(run_dir)}))
     except KeyboardInterrupt:
         print_error(command, f"interrupted; {how_to_go_on(config)}")
         return INTERRUPTED

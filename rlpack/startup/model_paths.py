@@ -2,22 +2,21 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from rlpack.config.schema import Config
 from rlpack.installation import RAY_JOB
 
 # Keys that name a folder or a model of the Hub, by section.
 _NAMES = {"model": {"path", "tokenizer"}, "critic": {"path"}, "reward_model": {"path"}}
-KEYS = tuple(f"{section}.{name}" for section, names in _NAMES.items() for name in sorted(names))
 
 
 def with_absolute_models(config: Config, environment: Mapping[str, str]) -> Config:
-    """Return the configuration with absolute paths of the models and tokenizers that are folders here.
+    """Return the configuration that ranks get: models and tokenizers that are folders here have absolute paths.
 
     Ranks on a cluster start in the working directory of Ray, where a relative path names nothing, or is taken for a
     name on the Hub. In a submitted job the paths stay as they are: its ranks start in their node's copy of the uploaded
-    files, which is deleted with the job.
+    files. The driver keeps the paths as given, and so do the run's files: an absolute path in them would be wrong once
+    the project's folder is moved, or when a job resumes the run.
 
     Args:
         config: the configuration.
@@ -33,20 +32,6 @@ def with_absolute_models(config: Config, environment: Mapping[str, str]) -> Conf
         if absolute != named:
             changes[section] = absolute
     return config.model_copy(update={name: sections[name].model_copy(update=paths) for name, paths in changes.items()})
-
-
-def is_same_model(before: object, now: object) -> bool:
-    """Return whether a resumed run loads the model that its checkpoint's configuration names.
-
-    The stored path may be relative, as in a job or an earlier version, and then starts at the working directory. If a
-    stored folder no longer exists, it was moved, and a folder of the same name is taken for it.
-    """
-    if not isinstance(before, str) or not isinstance(now, str):
-        return before == now
-    first, second = Path(_absolute(before)), Path(_absolute(now))
-    if first.is_dir() or not (first.is_absolute() and second.is_dir()):
-        return first == second or first.resolve() == second.resolve()
-    return first.name == second.name
 
 
 def _absolute(source: str) -> str:

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from rlpack.cli.main import main
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Rollout
+from rlpack.installation import RAY_JOB
 from rlpack.models.errors import ModelError
+from rlpack.recipes.evaluate import evaluate_model
 from rlpack.startup.evaluated_model import EvaluatedModel
 from rlpack.startup.evaluation_checks import check_evaluation
 from tests.builders import MODEL, tiny_config, tiny_tokenizer
@@ -267,7 +270,21 @@ def test_bad_input_ends_before_torch_or_ray_is_imported(folder, arguments):
     assert imported.isdisjoint({"torch", "ray", "transformers", "numba"})
 
 
-def test_the_tokenizer_of_an_evaluation_has_an_absolute_path_from_the_start(folder):
+@pytest.mark.parametrize(("environment", "of_ranks"), [({}, "{folder}/model"), ({RAY_JOB: "{{}}"}, "./model")])
+def test_ranks_get_the_absolute_path_of_the_tokenizer_unless_in_a_job(folder, monkeypatch, environment, of_ranks):
+    class StartedError(Exception):
+        """Ends the evaluation where its roles would start."""
+
+    def start_roles(cluster, config, names, settings):
+        raise StartedError(settings[0].model.tokenizer)
+
     config = evaluation_config("model", None, [*JSONL, "model.tokenizer=./model"])
-    assert config.model.tokenizer == str(folder / "model")
-    assert config.run_dir == evaluation_config("model", None, [*JSONL, f"model.tokenizer={folder}/model"]).run_dir
+    assert config.model.tokenizer == "./model"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    Path(config.run_dir or "").mkdir(parents=True)
+    monkeypatch.setattr(evaluate_model, "Cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(evaluate_model, "start_roles", start_roles)
+    with pytest.raises(StartedError) as started:
+        evaluate_model.main(config)
+    assert str(started.value) == of_ranks.format(folder=folder)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.main import main
@@ -16,8 +18,13 @@ from rlpack.cli.train import Job, run, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
+from rlpack.installation import RAY_JOB
 from rlpack.observe.errors import StandardOutputClosedError
+from rlpack.startup.evaluated_model import run_config
+from rlpack.startup.model_files import check_model_files
+from rlpack.startup.same_run import check_same_run
 from rlpack.user_code import Interrupted
+from tests.builders import tiny_tokenizer
 
 
 @pytest.fixture
@@ -76,13 +83,38 @@ def test_a_recipe_gets_an_absolute_run_directory(ran, tmp_path):
     assert ran[0].run_dir == str(tmp_path / "here")
 
 
-def test_a_recipe_gets_absolute_paths_of_models_unless_a_job_runs_it(ran, tmp_path, monkeypatch):
-    (tmp_path / "mine").mkdir()
-    config = compose([f"run_dir={tmp_path}/here", "model=pretrained", "model.path=mine"])
+@pytest.fixture
+def of_project(ran, tmp_path, monkeypatch):
+    """Return the configuration of a run in a project's folder, with a model in it, and its recipe's one."""
+    (tmp_path / "project" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    config = compose([f"run_dir={tmp_path}/here", "model=pretrained", "model.path=base", "model.tokenizer=./base"])
     assert run(config) == 0
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    return config, ran[-1]
+
+
+def test_a_recipe_gets_the_paths_of_models_as_given(of_project):
+    config, of_recipe = of_project
+    assert of_recipe == config
+
+
+def test_a_local_run_is_resumed_as_a_submitted_job_with_the_same_overrides(of_project, ran, tmp_path, monkeypatch):
+    config, before = of_project
+    (tmp_path / "uploaded" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "uploaded")
+    monkeypatch.setenv(RAY_JOB, "{}")
     assert run(config) == 0
-    assert [config.model.path for config in ran] == [str(tmp_path / "mine"), "mine"]
+    check_same_run(before.model_dump(mode="json"), ran[-1])
+
+
+def test_the_models_of_a_run_are_found_in_its_project_after_that_was_moved(of_project, tmp_path, monkeypatch):
+    state = {"config": of_project[1].model_dump(mode="json")}
+    (tmp_path / "project").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    tiny_tokenizer().save_pretrained("base")
+    Path("base/config.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, "base/model.safetensors", metadata={"format": "pt"})
+    check_model_files(run_config(state))
 
 
 def test_a_run_directory_may_lie_in_the_home_directory(ran, tmp_path, monkeypatch):

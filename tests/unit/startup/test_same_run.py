@@ -116,11 +116,11 @@ def test_a_run_of_a_version_without_a_tokenizers_revision_used_the_models(tmp_pa
         check("b/tokenizer", None)
 
 
-def test_a_model_that_was_stored_with_a_relative_path_is_the_folder_in_the_working_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("before", "now"), [("mine", "other"), ("{folder}/mine", "{folder}/other")])
+def test_another_folder_of_a_model_is_refused(tmp_path, monkeypatch, before, now):
     (tmp_path / "mine").mkdir()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    saved = Config(model=Model(path="mine")).model_dump(mode="json")
-    check_same_run(saved, Config(model=Model(path=str(tmp_path / "mine"))))
-    with pytest.raises(ConfigError, match=r"model.path is '/.*other' and the checkpoint .* was written with 'mine'"):
-        check_same_run(saved, Config(model=Model(path=str(tmp_path / "other"))))
+    saved, resumed = (Config(model=Model(path=path.format(folder=tmp_path))) for path in (before, now))
+    with pytest.raises(ConfigError, match=r"model\.path is '.*other' and the checkpoint .* was written with '.*mine'"):
+        check_same_run(saved.model_dump(mode="json"), resumed)

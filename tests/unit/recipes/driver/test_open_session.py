@@ -1,15 +1,29 @@
+import string
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.commit import newest
+from rlpack.config.schema import Config, Model, Trainer
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.restarts import Restarts
+from rlpack.installation import RAY_JOB
 from rlpack.observe.errors import RunTakenOverError
+from rlpack.observe.run_dir import CONFIG
 from rlpack.observe.run_lock import lock_run_dir
-from rlpack.recipes.driver.open_session import _ending_checkpoint
+from rlpack.packing import Batching
+from rlpack.recipes.driver import open_session as opening
+from rlpack.recipes.driver.open_session import _ending_checkpoint, open_session
 from rlpack.recipes.driver.session import Session
-from tests.unit.recipes.driver.sessions import session_of, set_group
+from tests.builders import MODEL, tiny_config
+from tests.unit.recipes.driver.sessions import DATA, AnsweringGroup, session_of, set_group
 from tests.unit.recipes.driver.test_checkpoint_writer import Role
 
 
@@ -49,3 +63,37 @@ def test_after_another_error_it_is_committed(tmp_path: Path) -> None:
             session, RoleError("actor", 0, "train", "the rank died"), taken_over=False, is_done=False
         )
     assert newest(tmp_path / "checkpoints" / session.progress.phase) is not None
+
+
+@pytest.mark.parametrize("in_job", [False, True])
+def test_ranks_get_absolute_paths_of_models_unless_in_a_job_and_the_run_stores_them_as_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool
+) -> None:
+    def start_roles(cluster: Any, config: Config, names: list[str], settings: Any, **_: Any) -> dict[str, Any]:
+        of_ranks.append(settings[0])
+        return {"actor": AnsweringGroup("actor", Batching(), {"export_model": None})}
+
+    of_ranks: list[Config] = []
+    cluster = SimpleNamespace(store=LocalStore(), restarts=Restarts(), ray_logs=None)
+    monkeypatch.setattr(opening, "Cluster", lambda *_, **__: nullcontext(cluster))
+    monkeypatch.setattr(opening, "start_roles", start_roles)
+    monkeypatch.chdir(tmp_path)
+    if in_job:
+        monkeypatch.setenv(RAY_JOB, "{}")
+    tokenizer = character_tokenizer(string.printable)
+    settings = {name: value for name, value in MODEL.items() if name != "model_type"}
+    model = AutoConfig.for_model("qwen2", **settings, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(model).save_pretrained("base")
+    tokenizer.save_pretrained("base")
+    config = tiny_config(
+        data=DATA,
+        model=Model(path="base", tokenizer="./base"),
+        trainer=Trainer(prompts_per_step=4),
+        run_dir=str(tmp_path / "run"),
+    )
+    with open_session(config) as session:
+        assert session.config.model == config.model
+    stored = yaml.safe_load((tmp_path / "run" / CONFIG).read_text())["model"]
+    assert (stored["path"], stored["tokenizer"]) == ("base", "./base")
+    expected = ("base", "./base") if in_job else (str(tmp_path / "base"),) * 2
+    assert [(config.model.path, config.model.tokenizer) for config in of_ranks] == [expected]
