@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config
+from rlpack.distributed.errors import in_units
 from rlpack.models.errors import ModelError
 from rlpack.models.text_settings import settings_of
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
@@ -60,6 +61,16 @@ class EngineMemory:
         """Return the bytes by which vLLM's share is too small for its weights and a row; 0 if it isn't."""
         return 0 if self.share is None else max(0, self.weights + self.row - self.share)
 
+    def problem(self, pool: str) -> str | None:
+        """Return why vLLM doesn't start on the GPUs of a pool; None if its share holds its weights and a row."""
+        if self.share is None or not self.missing:
+            return None
+        return (
+            f"vLLM's share of {in_units(self.share)} of a GPU of pool {pool} doesn't hold {in_units(self.weights)} of "
+            f"weights and {in_units(self.row)} for the KV cache of the longest row; raise "
+            "rollout.vllm.gpu_memory_utilization, or generate in a pool with more gpus_per_rank"
+        )
+
     @property
     def kept(self) -> int:
         """Return the bytes on the device while other roles work."""
@@ -71,14 +82,17 @@ class EngineMemory:
         return self.weights + self.cache - self.kept
 
 
-def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_bytes: int) -> EngineMemory:
+def engine_memory(
+    config: Config, model: PreTrainedModel, rows: int, device_bytes: int, gpu_bytes: int | None = None
+) -> EngineMemory:
     """Return the memory of the engine of `rollout.engine`.
 
     Args:
         config: the whole configuration.
         model: the policy, on the meta device.
         rows: largest number of rows that a rank generates for a batch or an evaluation.
-        device_bytes: memory of its device.
+        device_bytes: memory of its device that the run may take.
+        gpu_bytes: whole memory of the device, of which vLLM takes its share; `device_bytes` by default.
     """
     numbers = sum(weight.numel() for weight in model.parameters())
     longest, gpus = longest_rollout(config), int(gpus_per_rank(config, "rollout"))
@@ -101,10 +115,14 @@ def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_byte
         kept["start"] = 4 * numbers
     if "kv_cache_memory_bytes" in arguments:
         return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]), **kept)
-    share = int(gpu_share(config) * device_bytes)
     if not any(part in name for name in settings.vllm for part in _SMALLER):
-        kept |= {"share": share, "row": _row_bytes(model, longest, dtype, gpus) // max(1, gpus)}
-    return EngineMemory(weights, max(0, share - weights), **kept)
+        whole = device_bytes if gpu_bytes is None else gpu_bytes
+        kept |= {
+            "share": int(gpu_share(config) * whole),
+            "row": _row_bytes(model, longest, dtype, gpus) // max(1, gpus),
+        }
+    # vLLM's default share of 0.92 is more than a limit of 90 % of a GPU: its cache counts as a share of the limit.
+    return EngineMemory(weights, max(0, int(gpu_share(config) * device_bytes) - weights), **kept)
 
 
 def _row_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int) -> int:

@@ -70,11 +70,13 @@ class MemoryLimits:
         device: memory of a GPU, in bytes.
         host: memory of the machine, in bytes, if all ranks run on it.
         assumed: whether the GPU's memory is assumed.
+        gpu: whole memory of a GPU, in bytes, of which vLLM takes its share; None if `device` is all of it.
     """
 
     device: int
     host: int | None
     assumed: bool = False
+    gpu: int | None = None
 
     @classmethod
     def of(cls, config: Config, memory_gb: float | None) -> "MemoryLimits":
@@ -145,7 +147,15 @@ class Estimator:
         shape = router_shape(self.model) if config.actor.moe.replay_routing else None
         routing = 0 if shape is None else recorded_bytes(shape)
         limits = {"device_limit": self.limits.device, "host_limit": self.limits.host}
-        return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
+        return run_memory(config, roles, self.engine(config), tokens, routing, **limits)
+
+    def engine(self, config: Config) -> EngineMemory | None:
+        """Return the memory of the engine; None for a recipe that doesn't generate, or for a user's engine."""
+        if "rollout" not in started_roles(config):
+            return None
+        ranks = config.placement.pools[pool_of(config, "rollout")].ranks
+        rows = max(self.batch(config).lengths.size, self.evaluated * config.evaluation.samples)
+        return engine_memory(config, self.model, -(-rows // ranks), self.limits.device, self.limits.gpu)
 
     def can_run(self, config: Config) -> bool:
         """Return whether a run would accept a variant: its keys together, its layouts and its token budget.
@@ -180,14 +190,6 @@ class Estimator:
         if key not in self._starts:
             self._starts[key] = bytes_at_start(config, role, self.tokenizer)
         return self._starts[key]
-
-    def _engine(self, config: Config) -> EngineMemory | None:
-        """Return the memory of the engine; None for a recipe that doesn't generate, or for a user's engine."""
-        if "rollout" not in started_roles(config):
-            return None
-        ranks = config.placement.pools[pool_of(config, "rollout")].ranks
-        rows = max(self.batch(config).lengths.size, self.evaluated * config.evaluation.samples)
-        return engine_memory(config, self.model, -(-rows // ranks), self.limits.device)
 
 
 def model_roles(config: Config) -> list[str]:

@@ -185,12 +185,8 @@ class RunMemory:
         for pool in self.pools:
             if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit:
                 yield f"pool {pool.name} needs {in_units(pool.peak)} of each GPU, which has {in_units(pool.limit)}"
-            if (engine := pool.engine) is not None and engine.share is not None and engine.missing:
-                yield (
-                    f"vLLM's share of {in_units(engine.share)} of a GPU of pool {pool.name} doesn't hold "
-                    f"{in_units(engine.weights)} of weights and {in_units(engine.row)} for the KV cache of the longest "
-                    "row; raise rollout.vllm.gpu_memory_utilization, or generate in a pool with more gpus_per_rank"
-                )
+            if pool.engine is not None and (problem := pool.engine.problem(pool.name)) is not None:
+                yield problem
         if self.host_limit is not None and self.host > self.host_limit:
             yield (
                 f"all ranks together need {in_units(self.host)} of host memory, but the machine has "

@@ -121,7 +121,11 @@ def main(
     estimator = open_estimator(config, memory_gb)
     limits = estimator.limits
     host = None if limits.host is None else int(limits.host * (1 - MEMORY_MARGIN))
-    estimator.limits = MemoryLimits(int(limits.device * (1 - MEMORY_MARGIN)), host)
+    estimator.limits = MemoryLimits(int(limits.device * (1 - MEMORY_MARGIN)), host, gpu=limits.device)
+    # The variants have the same engine.
+    if (engine := estimator.engine(config)) is not None and (problem := engine.problem(pool_of(config, "rollout"))):
+        show(f"none fits: {problem}")
+        return False
     tflops = tflops or (_GPU_TFLOPS if gpus_per_rank(config, "actor") else _CPU_TFLOPS)
     ordered = sorted(candidates(config, estimator, tflops, overhead_ms), key=lambda each: each.order)
     suggested = list(_fitting(ordered, estimator, deadline))

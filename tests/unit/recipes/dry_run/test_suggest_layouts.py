@@ -226,6 +226,44 @@ def test_layouts_that_a_reward_model_of_its_own_does_not_fit_are_left_out(tmp_pa
     assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
 
 
+def vllm_config(share: float | None) -> Config:
+    """Return a configuration with vLLM in a separate pool, where it takes a share of a GPU; None for its default."""
+    pools = {name: Pool(ranks=2, gpus_per_rank=1.0) for name in ("main", "engines")}
+    placement = Placement(pools=pools, roles={"rollout": "engines"}, address="auto")
+    options = {} if share is None else {"gpu_memory_utilization": share}
+    rollout = Rollout.model_validate({"engine": "vllm", "max_new_tokens": 32, "vllm": options})
+    sections: dict[str, Any] = {"data": DATA, "trainer": Trainer(prompts_per_step=4, group_size=4)}
+    sections |= {"model": Model(config=MODEL | {"hidden_size": 128}), "actor": Actor(isolation_check=False)}
+    return tiny_config("grpo", placement=placement, rollout=rollout, batching=Batching(max_tokens=256), **sections)
+
+
+def least_share() -> float:
+    """Return the share of a GPU of 80 GB that just holds the engine of `vllm_config`."""
+    engine = open_estimator(vllm_config(None), 80).engine(vllm_config(None))
+    assert engine is not None
+    return (engine.weights + engine.row) / 80e9
+
+
+def test_vllm_takes_its_share_of_the_whole_gpu(capsys: pytest.CaptureFixture[str]):
+    # Its default share of 0.92 is more than what may be used if a tenth stays free, and 1.05 times the least share
+    # is too little of nine tenths.
+    for share in (None, 1.05 * least_share()):
+        assert main(vllm_config(share), 80, None, 10.0, print)
+        assert "none fits" not in capsys.readouterr().out
+
+
+def test_no_layout_is_tried_with_a_share_that_does_not_hold_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given, tried = vllm_config(0.95 * least_share()), list[Config]()
+    (problem,) = open_estimator(given, 80).memory(given).problems()
+    monkeypatch.setattr(Estimator, "memory", lambda _, variant: tried.append(variant))
+    assert not main(given, 80, None, 10.0, print)
+    assert capsys.readouterr().out == f"none fits: {problem}\n"
+    assert problem.startswith("vLLM's share of ")
+    assert not tried
+
+
 def test_the_model_of_a_critic_of_its_own_is_checked_not_the_policy(tmp_path: Path):
     shape = {"model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1}
     one_head = AutoConfig.for_model(**(MODEL | shape), vocab_size=128)
