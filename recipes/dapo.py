@@ -4,7 +4,7 @@ for each step:
     with engines_awake():                       # on GPUs that roles share, engines sleep afterwards
         until the batch is full of groups whose rewards differ:
             rollouts += rollout.generate(prompts × n)
-            reward   += reward.score(rollouts) - overlong penalty
+            reward   += reward.score(rollouts) - overlong penalty  # if the rewards of the group differ
     trains     = responses that were not truncated  # if configured; the others still count in baselines
     ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow

@@ -19,8 +19,8 @@ def sample_informative_groups(
 
     Prompts are drawn until there are enough such groups. Rewards are compared before the length penalty: the constraint
     of equation 11 is on correctness, and a penalty alone would get advantages of full size. After `max_rounds`, groups
-    with equal rewards take the places of missing ones; only their length penalties, if any, give them a gradient. The
-    metrics `sampling/*` count the groups of both kinds.
+    with equal rewards take the places of missing ones; for the same reason, they get no length penalty. The metrics
+    `sampling/*` count the groups of both kinds.
 
     Args:
         session: the run.
@@ -37,15 +37,15 @@ def sample_informative_groups(
         missing = num_groups - num_informative
         rollouts = _score_groups(session, step, missing)
         informative.append(is_informative(rollouts))
-        penalties = soft_overlong_penalty(
-            rollouts["response_lengths"], longest=longest, buffer=overlong_buffer, penalty=overlong_penalty
-        )
-        rollouts = rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + penalties})
         rollouts["group_ids"] = rollouts["group_ids"] + num_drawn
         rounds.append(rollouts)
         num_drawn += missing
         num_informative += rollouts["group_ids"][informative[-1]].unique().numel()
-    batch = concat_scored(rounds)
+    batch, differs = concat_scored(rounds), torch.cat(informative)
+    penalties = soft_overlong_penalty(
+        batch["response_lengths"], longest=longest, buffer=overlong_buffer, penalty=overlong_penalty
+    )
+    batch = batch.drop(["rewards"]).union({"rewards": batch["rewards"] + penalties.where(differs, 0.0)})
     report_rewards(step, batch)
     report_lengths(step, batch)
     step.metrics |= {
@@ -54,7 +54,7 @@ def sample_informative_groups(
         "sampling/discarded_groups": float(num_drawn - num_groups),
         "sampling/filled_groups": float(max(0, num_groups - num_informative)),
     }
-    return batch.select(_first_groups(batch["group_ids"].numpy(), torch.cat(informative).numpy(), num_groups))
+    return batch.select(_first_groups(batch["group_ids"].numpy(), differs.numpy(), num_groups))
 
 
 def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:

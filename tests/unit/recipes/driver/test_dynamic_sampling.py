@@ -129,13 +129,13 @@ def test_a_penalty_that_makes_the_rewards_of_a_group_equal_does_not_discard_it(t
     assert (sizes, rollouts["rewards"].tolist()) == ([6], [0.0] * 6)
 
 
-def test_groups_that_fill_up_a_batch_are_penalized_for_length(tmp_path: Path) -> None:
-    session, _ = answering(tmp_path, [[1.0] * 6])
+def test_groups_that_fill_up_a_batch_have_no_length_penalty(tmp_path: Path) -> None:
+    session, _ = answering(tmp_path, [[1.0, 1.0, 1.0, 1.0, 0.0, 1.0]])
     step = session.begin_step(1)
     rollouts = sample_informative_groups(session, step, max_rounds=1, overlong_buffer=5, overlong_penalty=0.5)
-    assert rollouts["rewards"].tolist() == [1.0, 0.5] * 3
-    assert step.metrics["sampling/informative_fraction"] == 0.0
-    assert step.metrics["sampling/filled_groups"] == 3
+    assert rollouts["rewards"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.5]  # every second response has all ten tokens
+    assert step.metrics["reward/mean"] == pytest.approx(4.5 / 6)
+    assert step.metrics["sampling/filled_groups"] == 2
 
 
 @pytest.mark.parametrize(("enabled", "shares"), [(True, [0.25, 0.0]), (False, [1 / 14, 1 / 14])])
