@@ -12,6 +12,7 @@ from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import has_tokens, step_weights
+from rlpack.recipes.driver.reward_stages import check_scored
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.critic import CriticWorker
@@ -46,7 +47,11 @@ def compute_token_advantages(
     Tokens stay with the critic's ranks; the driver gets their sums. The second result holds the mean and standard
     deviation over the counted tokens, by which the actor's update normalizes the advantages; None without
     `critic.normalize_advantages`.
+
+    Raises:
+        AlgorithmError: the batch isn't scored yet.
     """
+    check_scored(rollouts, compute_token_advantages.__name__)
     coefficient = policy_stages.reward_kl_coef(session)
     counts = _value_tokens(rollouts)
     with step.timer("advantages"):

@@ -22,6 +22,7 @@ from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import has_tokens, planned_response_lengths, step_weights
 from rlpack.recipes.driver.off_policy import importance_scale, measured_lags, record_mismatch_of_update
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
+from rlpack.recipes.driver.reward_stages import check_scored
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.recipes.driver.token_returns import compute_token_returns
@@ -140,7 +141,11 @@ def compute_advantages(
     The advantage function gets the per-row columns that it names, including those that roles added. With
     `algorithm.kl_placement=reward`, the KL term is subtracted from the rewards first: summed over the response, or per
     token by `reinforce_pp`, whose `advantages` are then [T]. Metrics are over the rows that are trained on.
+
+    Raises:
+        AlgorithmError: the batch isn't scored yet, or the advantage function fails or returns something else.
     """
+    check_scored(rollouts, compute_advantages.__name__)
     settings, kl_coef = session.config.algorithm, reward_kl_coef(session)
     if settings.advantage == "reinforce_pp" and kl_coef > 0:
         with step.timer("advantages"):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.metric_reduction import merge_metrics
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
@@ -141,6 +142,23 @@ def collect_greedy_rewards(
     samples = session.config.trainer.group_size
     both = rollouts["valid"] & valid.repeat_interleave(samples)
     return rollouts.drop(["valid"]).union({"valid": both, "greedy_rewards": rewards.repeat_interleave(samples)})
+
+
+def check_scored(rollouts: BatchedDataDict, stage: str) -> None:
+    """Raise unless rollouts have rewards.
+
+    Args:
+        rollouts: the batch.
+        stage: name of the stage that reads the rewards.
+
+    Raises:
+        AlgorithmError: names the call that a recipe lacks.
+    """
+    if missing := [name for name in ("rewards", "valid") if name not in rollouts]:
+        raise AlgorithmError(
+            f"the batch has no column {', '.join(missing)}; call rollouts = score(step, rollouts), which adds them, "
+            f"before {stage}"
+        )
 
 
 def count_failures(step: StepContext, counts: dict[str, float]) -> None:

@@ -88,13 +88,8 @@ def row_advantages(
         columns: per-row columns, [B] or [B, k]: `rewards`, `group_ids`, `valid`, and those that roles added.
 
     Raises:
-        AlgorithmError: there are no rewards, the function requires a missing column, or it does not return finite
-            numbers of shape [B].
+        AlgorithmError: the function requires a missing column, or it does not return finite numbers of shape [B].
     """
-    if "rewards" not in columns:
-        raise AlgorithmError(
-            "the batch has no rewards yet; call rollouts = score(step, rollouts) before compute_advantages"
-        )
     function = find_advantage(target, arguments, {*columns, *settings})
     with UserCode(f"algorithm.advantage {target!r}", AlgorithmError):
         result = call_with(function, offered={**settings, **columns}, **arguments)

@@ -70,15 +70,6 @@ def test_a_partial_keeps_the_values_that_it_sets():
     assert row_advantages(name, {"weight": 0.0}, settings, COLUMNS).tolist() == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["group_relative", f"{__name__}:by_level"])
-def test_a_batch_without_rewards_has_no_advantages_and_the_error_says_what_to_call(name: str):
-    columns = {"group_ids": COLUMNS["group_ids"], "level": torch.zeros(3)}
-    with pytest.raises(
-        AlgorithmError, match=r"no rewards yet; call rollouts = score\(step, rollouts\) before compute_a"
-    ):
-        row_advantages(name, {}, SETTINGS, columns)
-
-
 def test_advantages_carry_no_gradient():
     assert not row_advantages(f"{__name__}:with_gradient", {}, SETTINGS, COLUMNS).requires_grad
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlpack.algorithms.errors import AlgorithmError
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.batch.remote import RemoteColumn
@@ -16,7 +17,7 @@ from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.value_models import Critic
 from rlpack.packing import Batching, MicrobatchPlan
-from rlpack.recipes.driver.critic_stages import update_actor_after_warmup
+from rlpack.recipes.driver.critic_stages import compute_token_advantages, update_actor_after_warmup
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -300,6 +301,25 @@ def test_the_divergence_over_valid_rows_is_reported_whether_the_rewards_need_it_
     assert ("kl_sum" in rollouts) == (placement == "reward")
     assert step.metrics["reference/kl"] == pytest.approx(1.5)
     assert step.metrics["reference/kl_bounded_fraction"] == pytest.approx(0.1)
+
+
+BEFORE_SCORE = r"no column rewards, valid; call rollouts = score\(step, rollouts\), which adds them, before "
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Algorithm(), TO_REWARD, TO_REWARD.model_copy(update={"advantage": "reinforce_pp"})],
+    ids=["without KL", "KL in rewards", "KL in the rewards of tokens"],
+)
+def test_advantages_of_rollouts_without_rewards_name_the_stage_that_adds_them(tmp_path: Path, settings: Algorithm):
+    session, rollouts = session_of(tmp_path, algorithm=settings), tiny_rollouts([(2, 4)] * 4, group=4)
+    set_group(session, "actor")
+    session.progress = Progress(phase="train")
+    rollouts = rollouts.union({"kl_sum": torch.zeros(4, dtype=torch.float64)})
+    with pytest.raises(AlgorithmError, match=BEFORE_SCORE + "compute_advantages"):
+        compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
+    with pytest.raises(AlgorithmError, match=BEFORE_SCORE + "compute_token_advantages"):
+        compute_token_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
 
 
 class OffloadingStore(LocalStore):
