@@ -34,8 +34,8 @@ def check_names(names: Iterable[str]) -> None:
     """
     for name in unknown_names(names):
         text = (
-            f"metric {name!r} is not in rlpack.observe.metric_entries.METRICS; add its unit and description there, "
-            "or name it recipe/<name> if your own recipe records it"
+            f"unknown metric {name!r}: if your own recipe records it, name it recipe/<name>; if rlpack does, add its "
+            "unit and description to rlpack.observe.metric_entries.METRICS"
         )
         warnings.warn(text, UnknownMetricWarning, stacklevel=3)
 

@@ -18,8 +18,9 @@ def test_the_reference_page_is_what_the_table_generates() -> None:
     assert written == reference(), "run python -m rlpack.observe.metric_table"
 
 
-def test_an_unknown_name_warns_with_the_place_to_add_it() -> None:
-    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.metric_entries"):
+def test_an_unknown_name_warns_first_with_the_family_of_own_recipes() -> None:
+    of_own_recipes = r"unknown metric 'rewards/mean': if your own recipe records it, name it recipe/<name>; .*METRICS"
+    with pytest.warns(UnknownMetricWarning, match=of_own_recipes):
         check_names(["reward/mean", "rewards/mean"])
 
 
