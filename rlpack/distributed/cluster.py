@@ -49,7 +49,9 @@ class Cluster:
             is_interrupted: whether to stop waiting for devices and for room that others hold, as after a Ctrl-C.
 
         Raises:
-            PlacementError: no cluster answers at the address, or there is no room for the object store or its budget.
+            Interrupted: `is_interrupted` returned True while nodes were missing.
+            PlacementError: no cluster answers at the address, or there is no room for the object store or its budget,
+                in a restarted run until `placement.start_timeout_s` has passed.
         """
         self._placement = placement
         self._job = Submission() if job is None else job
@@ -62,7 +64,7 @@ class Cluster:
         if watch is not None and log_path is not None:
             watch.log_to(log_path)
         try:
-            self.store = _store(placement, is_interrupted)
+            self.store = self._open_store()
         except BaseException:
             disconnect()  # no caller holds this half-built cluster to close it
             raise
@@ -83,6 +85,25 @@ class Cluster:
                 ranks.kill()
         self._pools.clear()
         disconnect()
+
+    def _open_store(self) -> RayStore:
+        """Return the cluster's store with the configured budget; in a restarted run, once it has room for that.
+
+        Raises:
+            Interrupted: `is_interrupted` returned True while nodes were missing.
+            PlacementError: the budget exceeds the store.
+        """
+        placement = self._placement
+        budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
+        is_shared = placement.address is not None
+        wait_s = placement.call_timeout_s
+        store = RayStore(budget, wait_s=wait_s, has_others=is_shared, is_interrupted=self._is_interrupted)
+        if is_shared:
+            check = partial(_check_budget, store, placement)
+            wait_for_capacity(check, placement.start_timeout_s, self._is_interrupted)
+        else:
+            _check_budget(store, placement)
+        return store
 
     @property
     def ray_logs(self) -> str:
@@ -108,6 +129,8 @@ class Cluster:
             wait_for_capacity(partial(_check_capacity, pools), *limits)
         else:
             _check_capacity(pools)
+        if not self._pools:
+            self.store.measure()  # nodes may have joined while the run waited for them
         opened = {name: pool for name, pool in pools.items() if name not in self._pools}
         # A local cluster belongs only to this run, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
@@ -136,22 +159,14 @@ class Cluster:
             warn_of_lost_records(others, self._log_path.parent)
 
 
-def _store(placement: Placement, is_interrupted: Callable[[], bool]) -> RayStore:
-    """Return the cluster's store with the configured budget.
-
-    Raises:
-        PlacementError: the budget exceeds the store.
-    """
-    budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
-    has_others = placement.address is not None
-    wait_s = placement.call_timeout_s
-    store = RayStore(budget, wait_s=wait_s, has_others=has_others, is_interrupted=is_interrupted)
+def _check_budget(store: RayStore, placement: Placement) -> None:
+    """Measure the store, and raise a `PlacementError` if the budget exceeds it."""
+    store.measure()
     if store.budget > store.size:
         raise PlacementError(
             f"placement.in_flight_gb is {placement.in_flight_gb:g}, but the object stores of all nodes have "
             f"{in_units(store.size)}; lower it, or raise placement.object_store_gb"
         )
-    return store
 
 
 def _check_capacity(pools: Mapping[str, Pool]) -> None:

@@ -90,8 +90,8 @@ class RayStore:
             is_interrupted: whether to stop waiting for room that others on the cluster hold, as after a Ctrl-C.
         """
         self._ask_ray, self._has_others, self._is_interrupted = room, has_others, is_interrupted
-        self.size = sum(total for _, total in self._room().values())
-        self.budget = _SHARE * self.size if budget is None else budget
+        self._given_budget = budget
+        self.measure()
         self._wait_s = wait_s
         # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
         self._changed = threading.Condition()
@@ -100,6 +100,14 @@ class RayStore:
         self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
         self._leased = self._peak = 0
         self._waits: list[tuple[threading.Thread, StoreLease | None]] = []
+
+    def measure(self) -> None:
+        """Set the size to that of the current nodes, and a budget that wasn't given to its share of it.
+
+        Call it before anything is stored.
+        """
+        self.size = sum(total for _, total in self._room().values())
+        self.budget = _SHARE * self.size if self._given_budget is None else self._given_budget
 
     def _room(self) -> Room:
         self._reported, self._reported_at, self._unreported = self._ask_ray(), time.monotonic(), Counter[str]()

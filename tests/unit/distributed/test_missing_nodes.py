@@ -1,10 +1,14 @@
 """Restarted runs wait for nodes that are missing; others don't."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
-from rlpack.distributed import missing_nodes
+from rlpack.config.schema import Placement, Pool
+from rlpack.distributed import cluster as cluster_module
+from rlpack.distributed import missing_nodes, ray_store
+from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.missing_nodes import expect_missing_nodes, wait_for_capacity
 from rlpack.user_code import Interrupted
@@ -54,3 +58,35 @@ def test_the_wait_ends_at_the_deadline_and_when_it_is_interrupted():
     assert len(calls) > 1
     with pytest.raises(Interrupted):
         wait_for_capacity(check, 60.0, lambda: True)
+
+
+@pytest.mark.parametrize("in_flight_gb", [None, 12.0])
+def test_the_store_of_a_restarted_run_is_measured_with_the_nodes_that_it_waited_for(
+    monkeypatch: pytest.MonkeyPatch, in_flight_gb: float | None
+):
+    nodes = {"a": 10e9}
+    placement = Placement(address="auto", pools={"main": Pool(ranks=2)}, in_flight_gb=in_flight_gb)
+    opened: list[float] = []
+
+    def join(*_: object) -> None:
+        if not nodes.keys() >= {"b"}:
+            nodes["b"] = 10e9
+            raise PlacementError("the pools main ask for 2 CPU, the cluster has 1")
+
+    def stores() -> dict[str, tuple[float, float]]:
+        found = {node: (size, size) for node, size in nodes.items()}
+        if in_flight_gb is not None:
+            nodes["b"] = 10e9
+        return found
+
+    expect_missing_nodes()
+    for name in ("connect", "disconnect"):
+        monkeypatch.setattr(cluster_module, name, lambda *_: None)
+    monkeypatch.setattr(cluster_module, "_check_capacity", join)
+    monkeypatch.setattr(cluster_module, "reserve", lambda *_: opened.append(cluster.store.budget) or {})
+    monkeypatch.setattr(cluster_module, "RayRanks", Mock())
+    monkeypatch.setattr(ray_store, "stores", stores)
+    cluster = Cluster(placement)
+    cluster.open_pools(["main"])
+    assert cluster.store.size == 20e9
+    assert opened == [cluster.store.budget] == [12e9]
