@@ -16,6 +16,7 @@ from rlpack.cli.scoring_time import overlap
 from rlpack.cli.token_time import TokenTime, token_time
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import find_recipe
+from rlpack.config.schema import builtin_roles
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import METRICS, read_config
 from rlpack.observe.sinks import read_records
@@ -91,6 +92,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         score_s=phases.score_s,
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
         scores_apart=scores_apart(config),
+        greedy_s=_median(steps, "time/greedy_s"),
     )
     run_rates = RunRates(
         responses,
@@ -130,15 +132,16 @@ def _response_lengths(record: PlanRecord, prompt: float, mean: float, longest: f
 def scores_apart(config: Mapping[str, Any]) -> bool:
     """Return whether engines generate the next batch while one is scored; False without the run's configuration.
 
-    No other role may have the engines' pool, and the reward role must not wait for the actor's updates.
+    For that, no scoring role may share a pool with the engines, nor wait for the actor's updates.
     """
     try:
-        pools = {role: _pool_of(config, role) for role in ("rollout", *config["placement"]["roles"])}
+        added = set(config["roles"]) - set(builtin_roles())
+        scoring = {"reward", *added, *(["reward_model"] if config["reward_model"]["path"] else [])}
         draws_once = find_recipe(config["recipe"]["target"]).draws_once
     except (KeyError, TypeError, ConfigError):
         return False
-    shared = list(pools.values()).count(pools["rollout"]) > 1 or _pool_of(config, "reward") == _pool_of(config, "actor")
-    return draws_once and not shared
+    others = {_pool_of(config, role) for role in ("rollout", "actor")}
+    return draws_once and others.isdisjoint(_pool_of(config, role) for role in scoring)
 
 
 class _Phases(NamedTuple):

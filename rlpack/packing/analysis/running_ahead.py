@@ -22,7 +22,15 @@ Publish = Literal["drain", "in_flight"]
 # At least this many first steps, which fill the pipeline, are not counted.
 _WARM_UP = 5
 _MAY_BE_ZERO = frozenset(
-    {"token_s_per_response", "publish_s", "prompt_tokens", "score_s", "share_before_rewards", "scores_apart"}
+    {
+        "token_s_per_response",
+        "publish_s",
+        "prompt_tokens",
+        "score_s",
+        "share_before_rewards",
+        "scores_apart",
+        "greedy_s",
+    }
 )
 
 
@@ -38,10 +46,11 @@ class Rates:
         publish_s: seconds per weight publication.
         prompt_tokens: mean length of a prompt in tokens.
         rows_per_step: responses per step.
-        score_s: seconds from the last response of a batch to its last reward, in which no engine works for it.
+        score_s: seconds from the last sampled response of a batch to its last reward.
         share_before_rewards: share of training that needs no rewards, such as the pass over old log-probs.
         scores_apart: whether scoring roles have pools of their own, so that engines get new weights, and generate the
             next batch, while one is scored.
+        greedy_s: the part of `score_s` in which engines generate greedy responses, as for ReMax.
 
     Raises:
         PackingError: a value is out of range.
@@ -57,6 +66,7 @@ class Rates:
     score_s: float = 0.0
     share_before_rewards: float = 0.0
     scores_apart: bool = False
+    greedy_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -163,7 +173,7 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
             started += 1
         now += train_s[step]
         if setup.publish == "drain" and waiting:
-            drawn = engines.finish(waiting[-1]) + (0.0 if rates.scores_apart else rates.score_s)
+            drawn = engines.finish(waiting[-1]) + (rates.greedy_s if rates.scores_apart else rates.score_s)
             waited_s += max(0.0, drawn - now)
             now = max(now, drawn)
         engines.pause(now, rates.publish_s)

@@ -501,11 +501,20 @@ def test_lengths_of_a_file_are_used(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("grpo", {"rollout": "engines", "reward": "engines"}, False),
         ("grpo", {"rollout": "engines"}, False),  # scores wait for the updates of the actor
         ("grpo", {}, False),
+        ("grpo", {"actor": "engines"}, False),  # the first pool has the engines, too
+        ("grpo", {"rollout": "engines", "reward": "scores", "judge": "scores"}, True),
+        ("grpo", {"rollout": "engines", "reward": "scores", "judge": "main"}, False),
         ("dapo", {"rollout": "engines", "reward": "scores"}, False),  # which batch is next depends on scores
     ],
 )
 def test_scoring_overlaps_generation_only_in_a_pool_of_its_own(recipe: str, roles: dict[str, str], apart: bool):
     pools = {"main": {"ranks": 1}, "engines": {"ranks": 1}, "scores": {"ranks": 1}}
-    config = {"recipe": {"target": f"rlpack.recipes.{recipe}"}, "placement": {"pools": pools, "roles": roles}}
+    config = {
+        "recipe": {"target": f"rlpack.recipes.{recipe}"},
+        "placement": {"pools": pools, "roles": roles},
+        "roles": {"actor": {}, "rollout": {}, "reward": {}, "reward_model": {}} | {role: {} for role in roles},
+        "reward_model": {"path": None},
+    }
     assert scores_apart(config) is apart
+    assert not scores_apart(config | {"reward_model": {"path": "scorer"}})  # in the pool of the actor
     assert not scores_apart({})

@@ -66,6 +66,13 @@ def test_with_drain_scoring_in_pools_of_its_own_overlaps_both_sides(
     assert forecast_run(EVEN, rates, Setup(1, "drain", 1, 1)).step_s == pytest.approx(step_s, rel=0.05)
 
 
+def test_scoring_in_pools_of_its_own_overlaps_no_greedy_responses_of_the_engines():
+    given = {"score_s": 5.0, "greedy_s": 5.0, "train_tokens_per_s": 200.0, "scores_apart": True}
+    rates = Rates(**(vars(RATES) | given))
+    # 10 s for the sampled responses and 5 s for the greedy ones, while 5 s of training are hidden.
+    assert forecast_run(EVEN, rates, Setup(1, "drain", 1, 1)).step_s == pytest.approx(15.0, rel=0.05)
+
+
 @pytest.mark.parametrize("added_s", [0.0, 0.01, 0.05])
 def test_responses_of_an_engine_slow_each_other_down(added_s: float):
     rates = Rates(**(vars(RATES) | {"token_s_per_response": added_s, "slots": 400, "train_tokens_per_s": 1e9}))
