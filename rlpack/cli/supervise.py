@@ -39,9 +39,10 @@ _ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
-    """Run `rlpack train` in a separate process, again after failures, and return the last exit code.
+    """Run `rlpack train` in a separate process, again after failures, and return its exit code.
 
-    The code is 130 if a signal ended the run on purpose.
+    The code is 130 if a signal ended the run on purpose. It is 1 if a restart was refused: what the first attempt was
+    started with is neither a wrong configuration nor wrong data.
 
     Args:
         arguments: the command's arguments, already validated.
@@ -75,7 +76,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
             time.sleep(pause_s)
         except KeyboardInterrupt:
             return INTERRUPTED
-    return code if code > 0 else RUN_FAILED
+    return RUN_FAILED if code < 0 or code in (CONFIG_WRONG, DATA_WRONG) else code
 
 
 def _report(run_dir: str, text: str, level: str = "ERROR") -> None:

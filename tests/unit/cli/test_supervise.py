@@ -154,6 +154,22 @@ def test_a_run_that_ends_before_it_has_a_log_gets_none(tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("refused", [2, 3])
+def test_a_restart_that_is_refused_is_a_failure_of_a_run_that_could_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+):
+    script = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+is_restarted = Path("attempts").exists()
+Path("attempts").touch()
+sys.exit({refused} if is_restarted else 1)
+"""
+    replace_attempt(tmp_path, monkeypatch, script)
+    monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
+    assert supervise([], "run", 2) == 1
+
+
 def attempts_of(folder: Path) -> int:
     return len((folder / "attempts").read_text())
 
