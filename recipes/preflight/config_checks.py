@@ -10,12 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.policy_loss import PolicyTokens
-from rlpack.algorithms.registry import find_advantage
 from rlpack.config.evaluation_sets import naming, set_configs
 from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
@@ -42,6 +38,7 @@ from rlpack.models.stop_tokens import stop_token_ids
 from rlpack.models.stored_weights import check_weight_files
 from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
+from rlpack.recipes.preflight.algorithm_checks import check_algorithm
 from rlpack.recipes.preflight.architecture_checks import (
     check_architecture,
     check_engine,
@@ -58,10 +55,7 @@ from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.score_requests import api_key
 from rlpack.startup.answer_checks import answer_warnings
 from rlpack.startup.dataset_checks import answer_columns, check_enough_rows, check_reward_columns, check_stop_ids
-from rlpack.startup.function_sources import advantage_columns, uses_advantage
-from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
-from rlpack.workers.loss import PolicyGradientLoss
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +110,7 @@ def check_before_start(
         _check_reward_model(config, tokenizer)
     check_resources(config)
     if spec.generates:
-        _check_algorithm(config)
+        check_algorithm(config)
     if spec.needs_demonstrations or config.sft_warmup.steps > 0:
         _check_demonstrations(config, prompts, tokenizer, role_batching(config, "actor"), model)
     if spec.needs_demonstrations:
@@ -200,24 +194,6 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
             check_own_model(config, "critic", initial, len(tokenizer))
         critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
-
-
-def _check_algorithm(config: Config) -> None:
-    """Find the loss and the advantage function, and call the loss on two rows to check its bounds and its result."""
-    settings = config.algorithm
-    # The numbers of rows, of response tokens and of tokens differ, so no result of another shape passes for [T].
-    column, mask = torch.zeros(5), torch.tensor([False, True, True, False, True])
-    tokens = PolicyTokens(column, column, column, mask, torch.tensor([3, 2]))
-    loss = PolicyGradientLoss(settings, temperature=config.rollout.temperature)
-    try:
-        loss.evaluate(tokens)
-    except AlgorithmError:
-        raise
-    except Exception as error:  # the function may be a user's
-        reason = f"whose call with five tokens failed: {describe_exception(error)}"
-        raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
-    if uses_advantage(config):
-        find_advantage(settings.advantage, settings.advantage_arguments, advantage_columns(config))
 
 
 def _check_reward(config: Config, *splits: Prompts) -> None:

@@ -90,18 +90,30 @@ def row_advantages(
     Raises:
         AlgorithmError: the function requires a missing column, or it does not return finite numbers of shape [B].
     """
-    function = find_advantage(target, arguments, {*columns, *settings})
-    with UserCode(f"algorithm.advantage {target!r}", AlgorithmError):
-        result = call_with(function, offered={**settings, **columns}, **arguments)
-    shape, valid = columns["rewards"].shape, columns["valid"]
-    if not isinstance(result, Tensor) or result.shape != shape:
-        kind = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise AlgorithmError(f"algorithm.advantage {target!r} returned {kind}; return a tensor {list(shape)}")
+    result, valid = call_advantage(target, arguments, settings, columns), columns["valid"]
     invalid = (valid & ~result.isfinite()).nonzero().flatten().tolist()
     if invalid:
         value = result[invalid[0]].item()
         raise AlgorithmError(f"algorithm.advantage {target!r} returned {value} for row {invalid[0]}; it must be finite")
     return torch.where(valid, result.detach(), 0.0).float()
+
+
+def call_advantage(
+    target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any], columns: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the result of an advantage function, a tensor [B] of any numbers; arguments as for `row_advantages`.
+
+    Raises:
+        AlgorithmError: the function requires a missing column, or it returns something else.
+    """
+    function = find_advantage(target, arguments, {*columns, *settings})
+    with UserCode(f"algorithm.advantage {target!r}", AlgorithmError):
+        result = call_with(function, offered={**settings, **columns}, **arguments)
+    shape = columns["rewards"].shape
+    if not isinstance(result, Tensor) or result.shape != shape:
+        kind = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise AlgorithmError(f"algorithm.advantage {target!r} returned {kind}; return a tensor {list(shape)}")
+    return result
 
 
 def call_with(function: Callable[..., Any], *positional: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:

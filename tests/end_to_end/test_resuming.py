@@ -21,7 +21,7 @@ BATCHES = []
 
 def failing(rewards):
     BATCHES.append(rewards)
-    if len(BATCHES) == 3:
+    if len(BATCHES) == 4:  # the first are example rows, before the start
         raise ValueError("the third batch")
     return rewards - rewards.mean()
 """

@@ -4,12 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.batch.errors import DataError
 from rlpack.config.roles import builtin_roles
 from rlpack.config.schema import (
@@ -105,24 +102,6 @@ def test_a_role_that_no_session_could_call_is_refused_where_it_is_started():
     with pytest.raises(PlacementError, match=r"roles\.judge\.target is 'tests.*:Mute', which has no method score"):
         check(roles=custom_role("Mute"))
     check(recipe="sft", roles=custom_role("Mute"))  # starts the actor alone
-
-
-def loss_of_shape(tokens: PolicyTokens, *, shape: str) -> PolicyLoss:
-    none, losses = torch.zeros_like(tokens.mask), -tokens.ratio * tokens.advantages
-    of_shape = {
-        "[]": losses.mean(),
-        "[T, 1]": losses[:, None],
-        "[masked]": losses[tokens.mask],
-        "[B]": losses[: tokens.lengths.shape[0]],
-    }
-    return PolicyLoss.of(tokens, of_shape[shape], tokens.ratio, none, none)
-
-
-@pytest.mark.parametrize("shape", ["[]", "[T, 1]", "[masked]", "[B]"])
-def test_a_loss_of_another_shape_than_its_tokens_is_refused(shape: str):
-    loss = f"{__name__}:loss_of_shape"
-    with pytest.raises(AlgorithmError, match=r"algorithm.loss gave a tensor of shape .* for 5 tokens"):
-        check(algorithm=Algorithm(loss=loss, loss_arguments={"shape": shape}))
 
 
 def check_with(tokenizer: PreTrainedTokenizerBase, **sections: Any) -> None:

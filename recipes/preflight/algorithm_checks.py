@@ -1,0 +1,87 @@
+"""Call the loss and the advantage function on example rows, as a step would: either may be a user's function."""
+
+import torch
+from torch import Tensor
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import PolicyTokens
+from rlpack.algorithms.registry import advantage_parameters, call_advantage, find_advantage
+from rlpack.config.schema import Config
+from rlpack.startup.function_sources import advantage_columns, uses_advantage
+from rlpack.user_code import describe_exception
+from rlpack.workers.loss import PolicyGradientLoss
+
+
+def check_algorithm(config: Config) -> None:
+    """Find the loss and the advantage function, and check what they return.
+
+    Raises:
+        AlgorithmError: a function doesn't exist, can't be called as configured, fails, or returns something other than
+            a loss per token or an advantage per row.
+    """
+    _check_loss(config)
+    if uses_advantage(config):
+        _check_advantage(config)
+
+
+def _check_loss(config: Config) -> None:
+    """Call the loss on two rows to check its bounds and its result."""
+    settings = config.algorithm
+    # The numbers of rows, of response tokens and of tokens differ, so no result of another shape passes for [T].
+    column, mask = torch.zeros(5), torch.tensor([False, True, True, False, True])
+    tokens = PolicyTokens(column, column, column, mask, torch.tensor([3, 2]))
+    loss = PolicyGradientLoss(settings, temperature=config.rollout.temperature)
+    try:
+        loss.evaluate(tokens)
+    except AlgorithmError:
+        raise
+    except Exception as error:  # the function may be a user's
+        reason = f"whose call with five tokens failed: {describe_exception(error)}"
+        raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
+
+
+def _check_advantage(config: Config) -> None:
+    """Call the advantage function on the rows of one step, unless it may read columns whose types aren't known.
+
+    Its numbers aren't checked: they depend on the rewards.
+    """
+    settings, offered = config.algorithm, advantage_columns(config)
+    find_advantage(settings.advantage, settings.advantage_arguments, offered)
+    columns = _example_columns(config, offered)
+    parameters = advantage_parameters(settings.advantage)
+    may_be_passed = parameters if offered is None else parameters & offered
+    if not may_be_passed <= {*columns, *dict(settings), *settings.advantage_arguments}:
+        return
+    try:
+        call_advantage(settings.advantage, settings.advantage_arguments, dict(settings), columns)
+    except AlgorithmError:
+        raise
+    except Exception as error:  # the function may be a user's
+        rows = f"{columns['rewards'].numel()} example rows, with rewards of 0 and 1,"
+        reason = f"whose call with {rows} failed: {describe_exception(error)}"
+        raise AlgorithmError(f"algorithm.advantage is {settings.advantage!r}, {reason}") from error
+
+
+def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tensor]:
+    """Return those columns of a step whose types are known, [B]; rewards alternate between 0 and 1 in each group.
+
+    Args:
+        config: the configuration.
+        offered: names of the columns that the advantage function may get; None if that isn't known.
+    """
+    size = config.trainer.group_size
+    rows = torch.arange(config.trainer.prompts_per_step * size)
+    lengths, rewards = torch.full_like(rows, config.rollout.max_new_tokens), (rows % size % 2).float()
+    of_functions = [f"reward_{name}" for name in config.reward.functions]
+    columns = {
+        "rewards": rewards,
+        "valid": torch.ones_like(rows, dtype=torch.bool),
+        "group_ids": rows // size,
+        "response_tokens": lengths,
+        "response_lengths": lengths,
+        "prompt_lengths": torch.ones_like(rows),
+        "greedy_rewards": torch.zeros_like(rewards),
+        "kl_sum": torch.zeros_like(rewards, dtype=torch.float64),
+        **dict.fromkeys([*of_functions, "rewards_of_reward", "rewards_of_reward_model"], rewards),
+    }
+    return {name: column for name, column in columns.items() if offered is None or name in offered}

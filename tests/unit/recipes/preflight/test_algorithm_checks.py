@@ -1,0 +1,116 @@
+"""Losses and advantage functions that fail before any process starts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.config.roles import builtin_roles
+from rlpack.config.schema import Algorithm, Reward, RewardFunction, Role, Trainer
+from rlpack.recipes.preflight.algorithm_checks import check_algorithm
+from tests.builders import tiny_config
+
+TRAINER = Trainer(prompts_per_step=3, group_size=4)
+
+
+def check(function: str, recipe: str = "grpo", **sections: Any) -> None:
+    algorithm = Algorithm(advantage=f"{__name__}:{function}", kl_coef=0.1)
+    check_algorithm(tiny_config(recipe, **({"trainer": TRAINER, "algorithm": algorithm} | sections)))
+
+
+def loss_of_shape(tokens: PolicyTokens, *, shape: str) -> PolicyLoss:
+    none, losses = torch.zeros_like(tokens.mask), -tokens.ratio * tokens.advantages
+    of_shape = {
+        "[]": losses.mean(),
+        "[T, 1]": losses[:, None],
+        "[masked]": losses[tokens.mask],
+        "[B]": losses[: tokens.lengths.shape[0]],
+    }
+    return PolicyLoss.of(tokens, of_shape[shape], tokens.ratio, none, none)
+
+
+@pytest.mark.parametrize("shape", ["[]", "[T, 1]", "[masked]", "[B]"])
+def test_a_loss_of_another_shape_than_its_tokens_is_refused(shape: str) -> None:
+    loss = Algorithm(loss=f"{__name__}:loss_of_shape", loss_arguments={"shape": shape})
+    with pytest.raises(AlgorithmError, match=r"algorithm.loss gave a tensor of shape .* for 5 tokens"):
+        check_algorithm(tiny_config(algorithm=loss))
+
+
+def of_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    return torch.stack([rewards[group_ids == group].mean() for group in group_ids.unique()])
+
+
+def as_list(rewards: Tensor) -> list[float]:
+    return rewards.tolist()
+
+
+def misspelt(rewards: Tensor) -> Tensor:
+    return rewards.centred()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("of_group", r"of_group' returned a tensor \[3\]; return a tensor \[12\]"),
+        ("as_list", r"as_list' returned a list; return a tensor \[12\]"),
+        ("misspelt", r"misspelt', whose call with 12 example rows, with rewards of 0 and 1, failed: .*centred"),
+    ],
+)
+def test_what_an_advantage_function_returns_wrongly_is_named_before_the_start(function: str, text: str) -> None:
+    with pytest.raises(AlgorithmError, match=text):
+        check(function)
+    check(function, "sft")  # doesn't call it
+    check(function, "ppo")
+
+
+def of_all(
+    rewards: Tensor,
+    valid: Tensor,
+    group_ids: Tensor,
+    response_tokens: Tensor,
+    response_lengths: Tensor,
+    prompt_lengths: Tensor,
+    kl_sum: Tensor,
+    reward_correct: Tensor,
+    kl_coef: float,
+) -> Tensor:
+    """Return advantages, and check the columns' types, and that the rewards of each group of four differ."""
+    integers = (group_ids, response_tokens, response_lengths, prompt_lengths)
+    assert all(column.dtype == torch.int64 for column in integers)
+    assert (rewards.dtype, reward_correct.dtype, kl_sum.dtype) == (torch.float32, torch.float32, torch.float64)
+    assert valid.all()
+    assert group_ids.unique(return_counts=True)[1].tolist() == [4, 4, 4]
+    assert (rewards.view(-1, 4).std(1) > 0).all()
+    return rewards - kl_coef * kl_sum
+
+
+def test_an_advantage_function_gets_columns_as_in_a_step() -> None:
+    check("of_all", reward=Reward(functions={"correct": RewardFunction(function="tests.unit.rewards:correct")}))
+
+
+@pytest.mark.parametrize("name", ["group_relative", "opo", "remax", "reinforce_pp"])
+def test_the_built_in_functions_pass(name: str) -> None:
+    check_algorithm(tiny_config("remax" if name == "remax" else "grpo", algorithm=Algorithm(advantage=name)))
+
+
+def of_positive_rewards(rewards: Tensor) -> Tensor:
+    return rewards.log()
+
+
+def test_numbers_that_depend_on_the_rewards_are_not_checked() -> None:
+    check("of_positive_rewards")
+
+
+def by_level(rewards: Tensor, level: Tensor) -> Tensor:
+    return rewards - level.mean(1)
+
+
+def test_a_function_that_needs_columns_of_a_users_role_is_not_called() -> None:
+    """Their shapes and types aren't known."""
+    judge = {**builtin_roles(), "judge": Role(target=f"{__name__}:Judge")}
+    check("by_level", roles=judge)
+    with pytest.raises(AlgorithmError, match="of_group' returned a tensor"):
+        check("of_group", roles=judge)
