@@ -7,6 +7,7 @@
 - `initial_weights`: the weights that vLLM starts with.
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
+- `end_with_rank`: ends vLLM's processes with their rank.
 - `hangs`: ends vLLM's process if it hangs.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from a rank's memory; runs in vLLM's process.
 - `direct_load`: loads updates directly into the model if that is known to give vLLM's own result; also in its process.

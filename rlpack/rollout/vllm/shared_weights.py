@@ -2,16 +2,11 @@
 
 vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the memory that a rank writes, on
 the CPU (`weight_buffers`) or by CUDA IPC on the GPU that both use (`device_buffers`), and loads the weights as a
-checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in its own process, where
-`worker_extension_cls` names `RegistersBackend`. Importing it registers the backend, ends the process with its rank, and
-changes vLLM's choice of kernels for experts.
+checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in each process that holds the model
+or a part of it, where `worker_extension_cls` names `RegistersBackend`. Importing it registers the backend, ties vLLM's
+processes to their rank (`end_with_rank`), and changes vLLM's choice of kernels for experts.
 """
 
-import ctypes
-import multiprocessing
-import os
-import signal
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -41,10 +36,9 @@ from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.adapter_files import check_adapter
 from rlpack.rollout.vllm.device_buffers import DeviceReader
 from rlpack.rollout.vllm.direct_load import DirectLoader, LoadRecorder, NoPlanError
+from rlpack.rollout.vllm.end_with_rank import end_with_rank
 from rlpack.rollout.vllm.shared_names import BACKEND
 from rlpack.rollout.vllm.weight_buffers import BucketNote, BucketReader
-
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass
@@ -226,17 +220,7 @@ def _choose_kernels_of_experts_without_adapters() -> None:
         UnquantizedFusedMoEMethod.__init__ = create_without_adapters
 
 
-def _end_with_the_rank() -> None:
-    """Have the kernel end this process with its parent; nothing else ends it if the parent is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent.pid:  # it has ended already
-        os._exit(1)
-
-
-_end_with_the_rank()
+end_with_rank()
 _choose_kernels_of_experts_without_adapters()
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 

@@ -15,6 +15,7 @@ from rlpack.role_call import restart_call_clock
 from rlpack.rollout.engine_meter import EngineMeter
 from rlpack.rollout.errors import EngineDeadlineError, EngineError
 from rlpack.rollout.vllm.deadlines import Deadline
+from rlpack.rollout.vllm.end_with_rank import RANK_VARIABLE
 from rlpack.rollout.vllm.engine_log import EngineLog
 from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.process_variables import DEFAULT_VARIABLES, process_variables
@@ -79,10 +80,11 @@ def start_engine(
         enforce_eager=arguments["enforce_eager"],
         deterministic=deterministic,
     )
+    variables |= {"VLLM_LOGGING_CONFIG_PATH": str(log.config), RANK_VARIABLE: str(os.getpid())}
     meter = EngineMeter()
     before = set(multiprocessing.active_children())
     try:
-        with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}), log.standard_error():
+        with _environment(variables), log.standard_error():
             front_end = loop.run(_start(arguments, meter), deadline, "start")
     except EngineDeadlineError as error:
         kill(_new_processes(before))

@@ -7,9 +7,15 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil
+import pytest
 
+from rlpack.rollout.vllm import start_engine
+from rlpack.rollout.vllm.deadlines import Deadline
+from rlpack.rollout.vllm.end_with_rank import RANK_VARIABLE
+from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.start_engine import kill
 
 DEADLINE_S = 10.0
@@ -34,3 +40,22 @@ def test_an_engine_that_hangs_is_killed_with_the_processes_that_it_started():
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
         time.sleep(0.01)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_vllms_processes_get_the_id_of_the_rank_with_which_they_end(monkeypatch: pytest.MonkeyPatch):
+    environments: list[str | None] = []
+
+    async def start(*arguments: Any) -> None:
+        environments.append(os.environ.get(RANK_VARIABLE))
+
+    monkeypatch.setattr(start_engine, "_start", start)
+    monkeypatch.setattr(start_engine, "installation_problem", lambda **device: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    loop, deadline = EventLoop("test"), Deadline(DEADLINE_S, "a test")
+    try:
+        arguments = {"enforce_eager": True}
+        start_engine.start_engine(arguments, loop, deadline=deadline, on_gpu=True, deterministic=False)
+    finally:
+        loop.close()
+    assert environments == [str(os.getpid())]
+    assert RANK_VARIABLE not in os.environ
