@@ -37,7 +37,7 @@ def kl_estimate(
         logprobs: under the policy, with gradient, [T].
         reference_logprobs: under the reference, [T].
         estimator: k1, k2, k3 or abs.
-        bound: largest value of k3 at a token, nats; None for none.
+        bound: largest value of k3 at a token, nats; with None, only the exponent is clamped.
         straight_through: whether to combine the estimator's value with the gradient of `k2`, which for tokens sampled
             from π is that of the divergence (Tang and Munos 2025, arXiv:2506.09477). The gradient of k1 has mean zero,
             that of k3 is biased.

@@ -49,11 +49,23 @@ def preset_values() -> dict[str, tuple[Any, str]]:
         ((group, choice),) = entry.items()
         if choice is None or group.startswith("override "):
             continue
-        text = (PRESETS / group / f"{choice}.yaml").read_text(encoding="utf-8")
-        preset = yaml.safe_load(text) or {}
-        for path, value in _leaves(preset if GLOBAL in text else {group: preset}):
+        for path, value in _values_of(group, choice).items():
             values[path] = (value, f"{group}={choice}")
     return values
+
+
+@functools.cache
+def _values_of(group: str, choice: str) -> dict[str, Any]:
+    """Return the keys that a preset sets, and their values."""
+    text = (PRESETS / group / f"{choice}.yaml").read_text(encoding="utf-8")
+    preset = yaml.safe_load(text) or {}
+    return dict(_leaves(preset if GLOBAL in text else {group: preset}))
+
+
+def _is_same_in_group(path: str, group: str) -> bool:
+    """Return whether every preset of a group sets a key, all to one value, so that the schema's default has no use."""
+    presets = [_values_of(group, file.stem) for file in (PRESETS / group).glob("*.yaml")]
+    return all(path in values and values[path] == presets[0][path] for values in presets)
 
 
 def _leaves(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -105,13 +117,17 @@ def _table(section: Key, rows: list[Key]) -> Iterator[str]:
 
 
 def _default(key: Key) -> str:
-    """Return the value that `rlpack train` uses, and where a preset sets it, the preset and the schema's default."""
+    """Return the value that `rlpack train` uses and, where it can differ, the preset and the schema's default."""
     own = "required" if key.required else _code(_schema_default(key))
     if key.path not in preset_values():
         return own
     value, preset = preset_values()[key.path]
-    used = _code(value)
-    return own if used == own else f"{used} by {preset}, else {own}"
+    used, group = _code(value), preset.partition("=")[0]
+    if used == own:
+        return own
+    if _is_same_in_group(key.path, group):
+        return f"{used} by every preset of {group}"
+    return f"{used} by {preset}, else {own}"
 
 
 def _schema_default(key: Key) -> Any:

@@ -138,7 +138,7 @@ class Algorithm(Section):
     k3_bound: Positive | None = Field(
         default=10.0,
         description="Upper bound on k3 at a token, in nats. Clipped tokens have no gradient, unless "
-        "kl_straight_through gives them k2's. null for no bound.",
+        "kl_straight_through gives them k2's. null bounds only the exponent, to 20.",
     )
     kl_straight_through: bool = Field(
         default=False,

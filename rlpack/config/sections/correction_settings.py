@@ -68,12 +68,12 @@ class Correction(Section):
     bypass: bool = Field(
         default=False,
         description="Take the sampler's own log-probs as the old ones. The policy loss then clips the ratio to the "
-        "policy that sampled, and the pass over old log-probs is skipped, unless reject or a limit needs it.",
+        "policy that sampled, and the old-log-prob pass is skipped, unless reject or a limit needs it.",
     )
 
     @property
     def skips_old_logprobs(self) -> bool:
-        """Whether the pass over old log-probs is left out."""
+        """Whether the old-log-prob pass is left out."""
         return self.bypass and not self.measures
 
     @property

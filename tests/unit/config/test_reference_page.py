@@ -30,7 +30,7 @@ def test_defaults_of_a_run_that_differ_from_the_schemas_are_on_the_page():
     assert differing <= preset_values().keys()
     assert "| `kl_coef` | number, >= 0, &lt;= 1e+18 | `0.03` by recipe=grpo, else `0.0` |" in page
     assert "| `mini_batch_size` | whole number, null, >= 1 | `64` by recipe=grpo, else `null` |" in page
-    assert "| `max_new_tokens` | whole number, >= 1 | `128` by rollout=hf, else `256` |" in page
+    assert "| `max_new_tokens` | whole number, >= 1 | `128` by every preset of rollout |" in page
     critic = page.partition("## `critic.optimizer`")[2]
     rate = Config().critic.optimizer.learning_rate
     assert critic.index(f"| `learning_rate` | number, > 0, &lt;= 100 | `{rate}` |") < critic.index("##")
