@@ -211,7 +211,6 @@ class RolloutWorker(Worker):
             return False
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
-        torch.cuda.empty_cache()  # frees memory that a trainer in this process has cached
         self._engine, self._is_unhealthy = self._rebuild(), False
         if self._is_interrupted:
             self.interrupt()

@@ -73,6 +73,8 @@ def start_engine(
         raise EngineError(f"rollout.engine=vllm: {problem}")
     for name, value in DEFAULT_VARIABLES.items():
         os.environ.setdefault(name, value)
+    if on_gpu:  # vLLM would count memory that a trainer in this process has cached as used
+        torch.cuda.empty_cache()
     log = EngineLog()
     variables = process_variables(
         num_threads=torch.get_num_threads(),

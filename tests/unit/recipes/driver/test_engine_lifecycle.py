@@ -170,15 +170,3 @@ def test_an_engine_that_hangs_leaves_its_memory_to_the_trainer_and_is_replaced_b
     assert [len(own) for own in engines] == [1, 2]
     assert session.engine_access.failed == frozenset()
     assert session.engine_access.pop_metrics() == {"rollout/engines_replaced": 1.0}
-
-
-def test_memory_that_a_trainer_has_cached_is_freed_before_a_new_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    session, engines = colocated(tmp_path, "sleep")
-    at_release: list[int] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: at_release.append(len(engines[1])))
-    session.rollout.run(RolloutWorker.sleep)
-    session.rollout.run(RolloutWorker.replace_failed_engine)
-    assert at_release == [1]
-    assert len(engines[1]) == 2

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rlpack.rollout.vllm import start_engine
 from rlpack.rollout.vllm.deadlines import Deadline
@@ -42,20 +44,38 @@ def test_an_engine_that_hangs_is_killed_with_the_processes_that_it_started():
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_vllms_processes_get_the_id_of_the_rank_with_which_they_end(monkeypatch: pytest.MonkeyPatch):
-    environments: list[str | None] = []
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that starts an engine without vLLM: instead of vLLM's front end, it calls a function."""
+    loop, deadline = EventLoop("test"), Deadline(DEADLINE_S, "a test")
 
-    async def start(*arguments: Any) -> None:
-        environments.append(os.environ.get(RANK_VARIABLE))
+    def start(on_start: Callable[[], None], *, on_gpu: bool) -> None:
+        async def front_end(*arguments: Any) -> None:
+            on_start()
 
-    monkeypatch.setattr(start_engine, "_start", start)
+        monkeypatch.setattr(start_engine, "_start", front_end)
+        arguments = {"enforce_eager": True}
+        start_engine.start_engine(arguments, loop, deadline=deadline, on_gpu=on_gpu, deterministic=False)
+
     monkeypatch.setattr(start_engine, "installation_problem", lambda **device: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    loop, deadline = EventLoop("test"), Deadline(DEADLINE_S, "a test")
-    try:
-        arguments = {"enforce_eager": True}
-        start_engine.start_engine(arguments, loop, deadline=deadline, on_gpu=True, deterministic=False)
-    finally:
-        loop.close()
-    assert environments == [str(os.getpid())]
+    yield start
+    loop.close()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_vllms_processes_get_the_id_of_the_rank_with_which_they_end(starting: Callable[..., None], on_gpu: bool):
+    given: list[str | None] = []
+    starting(lambda: given.append(os.environ.get(RANK_VARIABLE)), on_gpu=on_gpu)
+    assert given == [str(os.getpid())]
     assert RANK_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(("on_gpu", "expected"), [(True, ["empty_cache", "start"]), (False, ["start"])])
+def test_memory_that_a_trainer_has_cached_is_freed_before_an_engine_starts_on_gpus(
+    starting: Callable[..., None], monkeypatch: pytest.MonkeyPatch, on_gpu: bool, expected: list[str]
+):
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    starting(lambda: calls.append("start"), on_gpu=on_gpu)
+    assert calls == expected
