@@ -18,7 +18,7 @@ class Overlap(NamedTuple):
 
     Attributes:
         scoring_s: seconds of scoring in that time, which `time/reward_s` leaves out.
-        training_s: seconds of training in that time, such as the pass over old log-probs.
+        training_s: seconds of training in that time, such as the old-log-prob pass.
     """
 
     scoring_s: float

@@ -29,7 +29,7 @@ def batching_warnings(config: Config) -> Iterator[str]:
 
 
 def _why_no_old_logprobs(config: Config) -> str | None:
-    """Return why a run has no pass for old log-probs; None if it may have one.
+    """Return why a run has no old-log-prob pass; None if it may have one.
 
     `rlpack.recipes.driver.policy_stages.needs_old_logprobs` decides in a run, and has the reasons.
     """
@@ -37,7 +37,7 @@ def _why_no_old_logprobs(config: Config) -> str | None:
     if not recipe_of(config).generates:
         return None
     if algorithm.correction.skips_old_logprobs:
-        return "algorithm.correction.bypass=true leaves out the pass for old log-probs"
+        return "algorithm.correction.bypass=true leaves out the old-log-prob pass"
     if not config.recipe.target.startswith("rlpack."):  # others may have passes of their own
         return None
     if _has_several_steps(trainer) or algorithm.correction.measures or config.actor.lora.dropout > 0:
@@ -45,7 +45,7 @@ def _why_no_old_logprobs(config: Config) -> str | None:
     if _reads_kl_early(config):
         return None
     return (
-        "a batch is one optimizer step, which needs no pass for old log-probs; it is used with a trainer."
+        "a batch is one optimizer step, which needs no old-log-prob pass; it is used with a trainer."
         "mini_batch_size below the batch, or trainer.updates_per_batch above 1"
     )
 

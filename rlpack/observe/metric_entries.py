@@ -102,10 +102,10 @@ METRICS: dict[str, Metric] = {
     "rollout/logprob_gap": Metric(
         "nats",
         "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Above "
-        "rollout.max_logprob_gap the run warns; above ten times that it ends. If there is no pass for old log-probs (a "
-        "single optimizer step per batch, or algorithm.correction.bypass without rejection and limits), the first "
-        "optimizer step of the update measures it, over the tokens that it trains on. Then it is missing in steps of "
-        "recipe=ppo that train only the critic, and has no limit with actor.lora.dropout, which changes log-probs.",
+        "rollout.max_logprob_gap the run warns; above ten times that it ends. Without an old-log-prob pass (a single "
+        "optimizer step per batch, or algorithm.correction.bypass without rejection and limits), the first optimizer "
+        "step of the update measures it, over the tokens that it trains on. Then it is missing in steps of recipe=ppo "
+        "that train only the critic, and has no limit with actor.lora.dropout, which changes log-probs.",
     ),
     "actor/loss": Metric(
         "1", "Minimized loss: policy loss, weighted KL term and load-balancing loss, minus the weighted entropy bonus."

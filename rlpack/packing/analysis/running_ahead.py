@@ -47,7 +47,7 @@ class Rates:
         prompt_tokens: mean length of a prompt in tokens.
         rows_per_step: responses per step.
         score_s: seconds from the last sampled response of a batch to its last reward.
-        share_before_rewards: share of training that needs no rewards, such as the pass over old log-probs.
+        share_before_rewards: share of training that needs no rewards, such as the old-log-prob pass.
         scores_apart: whether scoring roles have pools of their own, so that engines get new weights, and generate the
             next batch, while one is scored.
         greedy_s: the part of `score_s` in which engines generate greedy responses, as for ReMax.
