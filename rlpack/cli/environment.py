@@ -38,7 +38,11 @@ def check_environment(config: Config, environment: Mapping[str, str]) -> None:
             installed.
         DataError: a data file doesn't exist.
     """
-    problems = [*_run_dir(config, environment), *missing_secrets(config.job, environment), *_judge(config, environment)]
+    problems = [
+        *run_dir_problems(config, environment),
+        *missing_secrets(config.job, environment),
+        *_judge(config, environment),
+    ]
     check_code(config, environment, [*problems, *_packages(config, environment)])
     if missing := list(_data_files(config)):
         raise DataError("\n".join(missing))
@@ -70,7 +74,8 @@ def _shadows(environment: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+def run_dir_problems(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield why a run can't use `run_dir`; nothing is created."""
     if config.run_dir is None:
         return
     path = Path(config.run_dir)

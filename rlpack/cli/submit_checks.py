@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.environment import check_code, targets_of
+from rlpack.cli.sweep_dirs import removed_if_refused
 from rlpack.cli.train import compose_jobs
 from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
@@ -30,10 +31,11 @@ def checked_config(arguments: Sequence[str]) -> Config:
         ConfigError: an error of `rlpack train`, a sweep, or a relative or missing run_dir.
         ModelError: transformers can't build a new model, or a pattern matches none of its weights.
     """
-    with _inside(Path()):  # for the module of a recipe
+    with removed_if_refused(), _inside(Path()):  # for the module of a recipe
         jobs = compose_jobs([*arguments, JOINS])
-    if len(jobs) != 1 or jobs[0].number is not None:
-        raise ConfigError(["a job is one run: remove Hydra's --multirun, --cfg and --help; submit each run separately"])
+        if len(jobs) != 1 or jobs[0].number is not None:
+            problem = "a job is one run: remove Hydra's --multirun, --cfg and --help; submit each run separately"
+            raise ConfigError([problem])
     config = jobs[0].config
     problems = list(_run_dir(config))
     for word in arguments:

@@ -27,12 +27,13 @@ from omegaconf import DictConfig
 from rlpack.background_call import BackgroundCall
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.cli.dry_run import estimate, split_options
-from rlpack.cli.environment import check_code, check_environment
+from rlpack.cli.environment import check_code, check_environment, run_dir_problems
 from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
 from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.cli.supervise import begin_attempt, supervise
+from rlpack.cli.sweep_dirs import RECORD_DIR, removed_if_refused
 from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
@@ -62,13 +63,15 @@ _FIRST_DIRECTORY_FLAGS = {"--config-path", "-cp"}
 _LAST_DIRECTORY_FLAGS = {"--config-dir", "-cd"}
 _DIRECTORY_FLAGS = _FIRST_DIRECTORY_FLAGS | _LAST_DIRECTORY_FLAGS
 _NAME_FLAGS = {"--config-name", "-cn"}
+_SWEEP_FLAGS = {"--multirun", "-m"}
 # Hydra's own options.
 _FLAGS = (
     _DIRECTORY_FLAGS
     | _NAME_FLAGS
+    | _SWEEP_FLAGS
     | {
         *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
-        *("--multirun", "-m", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
+        *("--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
     }
 )
 _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
@@ -95,14 +98,10 @@ def train(arguments: list[str]) -> int:
     try:
         import_from_working_directory()
         is_dry, memory_gb, arguments = split_options(arguments)
-        jobs = with_run_dirs(_compose_for_dry_run(arguments) if is_dry else compose_jobs(arguments), datetime.now())
-        for job in jobs:
-            # Optional packages and secrets are needed only where the run starts.
-            (check_code if is_dry else check_environment)(job.config, os.environ)
-            with UserCode("code that the configuration names"):  # any that isn't guarded with its key
-                check_first(job.config, starts=not is_dry)
-            if not is_dry:
-                load_secrets(job.config.job, os.environ)
+        with removed_if_refused():
+            jobs = with_run_dirs(_compose_for_dry_run(arguments) if is_dry else compose_jobs(arguments), datetime.now())
+            for job in jobs:
+                _check(job.config, is_dry=is_dry)
     except (ValueError, CheckpointError, UserCodeError) as error:
         return report_failure(error) if isinstance(error, ValueError) else _refuse(error)
     log_to_console()
@@ -111,6 +110,21 @@ def train(arguments: list[str]) -> int:
     if jobs and (config := jobs[0].config).supervise:
         return supervise(arguments, config.run_dir or ".", config.supervise)
     return _run_jobs(jobs)
+
+
+def _check(config: Config, *, is_dry: bool) -> None:
+    """Raise on a mistake that is found before a run starts; a dry run needs no optional packages and secrets.
+
+    Raises:
+        ValueError: a mistake in the configuration, the data or this machine.
+        CheckpointError: the checkpoint to resume from is damaged.
+        UserCodeError: code that the configuration names failed.
+    """
+    (check_code if is_dry else check_environment)(config, os.environ)
+    with UserCode("code that the configuration names"):  # any that isn't guarded with its key
+        check_first(config, starts=not is_dry)
+    if not is_dry:
+        load_secrets(config.job, os.environ)
 
 
 def _run_jobs(jobs: Sequence[Job]) -> int:
@@ -140,6 +154,8 @@ def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:
         for job in jobs:
             for warning in config_warnings(job.config, job.given):
                 log.warning("%s", warning)
+            for problem in run_dir_problems(job.config, os.environ):  # the run may start on another machine
+                log.warning("a run from here would be refused: %s", problem)
         return estimate(zip(labels, (job.config for job in jobs), strict=True), memory_gb)
     except Exception as error:  # noqa: BLE001 - every error becomes a message and an exit code, as in a run
         return report_failure(error)
@@ -272,7 +288,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
     own = [folder for folder in folders if folder != PRESETS]
     if wrong := preset_problems(overrides, Presets(groups(folders), groups(), own), root):
         raise ConfigError(wrong)
-    with config_errors(overrides, root, _search_path(flags)), _hydras_command_line([*flags, *overrides]):
+    recorded = [RECORD_DIR] if _SWEEP_FLAGS.intersection(flags) else []
+    with config_errors(overrides, root, _search_path(flags)), _hydras_command_line([*flags, *overrides, *recorded]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
         raise ConfigError(problems)

@@ -51,6 +51,16 @@ def test_the_exit_code_says_whether_the_run_fits(tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_warns_of_a_run_dir_that_a_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "config.yaml").write_text("")
+    assert main(["train", "--dry-run", "--memory-gb", "8", f"run_dir={tmp_path}", *SMALL]) == 0
+    assert f"a run from here would be refused: run_dir={tmp_path} already contains a run" in caplog.text
+    assert "it fits" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 def test_pools_of_other_machines_are_estimated(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--dry-run", "--memory-gb", "8", "placement=eight_gpus", *SMALL]) == 0
     assert "pool main: 8 ranks, a GPU each" in capsys.readouterr().out

@@ -155,6 +155,27 @@ def test_one_wrong_job_of_a_sweep_stops_all_before_the_first_starts(ran, capsys)
     assert capsys.readouterr().err == "rlpack train: job 1 (seed=-2): seed is -2; it has to be at least 0\n"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["seed=1,-2"],
+        ["trainer.stepz=1,2"],
+        ["seed=1,2", "data=jsonl", "data.source=none.jsonl"],
+        ["seed=1,2", "hydra.sweep.dir=mine/sweep", "data=jsonl", "data.source=none.jsonl"],
+    ],
+)
+def test_a_refused_sweep_leaves_no_directory(ran, tmp_path, wrong):
+    assert main(["train", "-m", *wrong]) in (2, 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_sweep_leaves_the_files_of_others(ran, tmp_path):
+    (tmp_path / "mine" / "0").mkdir(parents=True)
+    (tmp_path / "mine" / "0" / "metrics.jsonl").write_text("")
+    assert main(["train", "-m", "seed=1,-2", "hydra.sweep.dir=mine"]) == 2
+    assert (tmp_path / "mine" / "0" / "metrics.jsonl").exists()
+
+
 def test_the_first_failing_job_ends_a_sweep(ran, capsys):
     ran.fails = DataError("prompts.jsonl:3: broken")
     assert main(["train", "-m", "seed=1,2"]) == 3
