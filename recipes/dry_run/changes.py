@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from rlpack.config.layout_sizes import layout_sizes
-from rlpack.config.roles import gpus_per_rank, pool_of, role_compute, role_parallel
+from rlpack.config.roles import gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
 from rlpack.config.schema import Config
 from rlpack.recipes.dry_run.engine_memory import gpu_share
 
 C = TypeVar("C")
+# The key of the number of rows that generate at once.
+ROWS_AT_ONCE = "rollout.max_num_seqs"
 # Largest tp tried: the GPUs of a node, whose links are fast.
 MAX_TP = 8
 # Smaller budgets that are tried, each half of the one before.
@@ -33,7 +35,7 @@ def with_value(section: C, key: str, value: Any) -> C:
 
 
 def smaller(config: Config, longest: int) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values that lower the memory of the actor, cheapest first, and larger shares of vLLM.
+    """Yield keys and values that lower the memory of the actor or of generation, cheapest first, or raise vLLM's share.
 
     Args:
         config: the whole configuration.
@@ -56,12 +58,21 @@ def smaller(config: Config, longest: int) -> Iterator[tuple[str, Any]]:
     offloads = ("none", "optimizer", "parameters")
     for offload in offloads[offloads.index(compute.offload) + 1 :] if on_gpu else ():
         yield "actor.offload", offload
+    yield from _rows_at_once(config)
     yield from _layouts(config)
     if config.actor.optimizer.name == "adamw":
         yield "actor.optimizer.name", "adamw_8bit"
     if config.actor.lora.rank == 0:
         yield "actor.lora.rank", 16
     yield from _shares(config)
+
+
+def _rows_at_once(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield smaller numbers of rows that generate at once, down to one; each needs a part of the KV cache."""
+    rows = config.rollout.max_num_seqs if "rollout" in started_roles(config) else 1
+    while rows > 1:
+        rows //= 2
+        yield ROWS_AT_ONCE, rows
 
 
 def _layouts(config: Config) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from rlpack.models.text_settings import settings_of
 from rlpack.packing import Cost, PackingError
 from rlpack.packing.analysis.simulation import MEMORY_MARGIN, Device, forecast
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, role_plan
-from rlpack.recipes.dry_run.changes import MAX_TP, with_value
+from rlpack.recipes.dry_run.changes import MAX_TP, ROWS_AT_ONCE, with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
 from rlpack.recipes.dry_run.role_memory import role_layout
 from rlpack.recipes.dry_run.run_memory import RunMemory
@@ -138,12 +138,20 @@ def main(
     if len(suggested) < _MOST and time.process_time() > deadline:
         show(f"the search stopped after {_SECONDS:.0f} s of CPU time; slower variants that were not tried may fit, too")
     if not suggested:
-        show("none fits; use more ranks, a smaller model, adapters (actor.lora.rank) or shorter rows")
+        fewer = f", fewer rows at once ({ROWS_AT_ONCE})" if _cache_can_shrink(config, estimator) else ""
+        show(f"none fits; use more ranks, a smaller model, adapters (actor.lora.rank){fewer} or shorter rows")
         return False
     show(table(["", "time s", "microbatches", "slots", "memory"], list(_rows(suggested))))
     for number, (candidate, _) in enumerate(suggested, 1):
         show(f"{number}: " + " ".join(f"{key}={value}" for key, value in candidate.values.items()))
     return True
+
+
+def _cache_can_shrink(config: Config, estimator: Estimator) -> bool:
+    """Return whether the engine takes less memory if fewer rows generate at once."""
+    least = estimator.engine(with_value(config, ROWS_AT_ONCE, 1))
+    engine = estimator.engine(config)
+    return engine is not None and least is not None and least.cache < engine.cache
 
 
 def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms: float) -> Iterator[Candidate]:
