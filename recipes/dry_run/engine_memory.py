@@ -6,7 +6,7 @@ a given size. vLLM allocates its cache when it starts, and frees it only if it s
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -15,7 +15,6 @@ from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sle
 from rlpack.config.schema import Config
 from rlpack.distributed.errors import in_units
 from rlpack.models.errors import ModelError
-from rlpack.models.text_settings import settings_of
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 
 # vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
@@ -27,8 +26,6 @@ _ROOM = 1.5
 # Parts of the names of vLLM's arguments with which weights or cache may take less of a GPU than is counted here.
 _SMALLER = ("offload", "quantization", "cache_dtype", "load_format", "model_loader", "overrides", "additional_config")
 _SMALLER += ("context_parallel", "num_gpu_blocks_override", "language_model_only", "limit_mm_per_prompt")
-# Settings of models whose layers differ in kind, but have no `layer_types`.
-_MIXED = ("layers_block_type", "block_types", "attn_layer_period", "attn_layer_indices")
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class EngineMemory:
         keeps_cache: whether an engine that doesn't sleep has its cache at all times, not only while it generates.
         start: bytes of a whole model in host memory next to a GPU, while the engine starts.
         share: bytes that vLLM takes for weights and cache; None without such a limit.
-        row: bytes of the keys and values of the longest row in the layers that certainly keep them, without which
-            vLLM doesn't start.
+        row: bytes that the cache of the longest row certainly has, without which vLLM doesn't start.
     """
 
     weights: int
@@ -102,7 +98,7 @@ def engine_memory(
         prepared = weights if not gpus and weights < _PREPARED_BYTES else 0
         cache = 0
         with suppress(ModelError):  # states of recurrent models don't grow with the row
-            cache = int(_ROOM * _cache_bytes(model, running * longest, "fp32"))
+            cache = _buffered_bytes(config, model, running)
         return EngineMemory(weights, cache + prepared, start=weights if gpus else 0)
     shape = Shape.of(model.config)
     dtype = config.rollout.dtype or config.actor.precision
@@ -119,47 +115,26 @@ def engine_memory(
         whole = device_bytes if gpu_bytes is None else gpu_bytes
         kept |= {
             "share": int(gpu_share(config) * whole),
-            "row": _row_bytes(model, longest, dtype, gpus) // max(1, gpus),
+            "row": shape.least_bytes(longest, dtype, gpus) // max(1, gpus),
         }
     # vLLM's default share of 0.92 is more than a limit of 90 % of a GPU: its cache counts as a share of the limit.
     return EngineMemory(weights, max(0, int(gpu_share(config) * device_bytes) - weights), **kept)
 
 
-def _row_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int) -> int:
-    """Return the least size of the keys and values of a row, in bytes, on all GPUs of an engine together.
+def _buffered_bytes(config: Config, model: PreTrainedModel, rows: int) -> int:
+    """Return the size of the keys and values of rows of the greatest length in `hf`, in bytes.
 
-    If layers differ, only those of full attention count: vLLM keeps a window of the row in others, or a state. Layers
-    that share the keys and values of earlier ones don't count, and nor do those whose attention has another shape.
-    """
-    settings = settings_of(model.config)
-    layers, window = Shape.of(model.config).layers, settings.get("sliding_window")
-    if kinds := settings.get("layer_types"):
-        others = settings.get("per_layer_config") or {}
-        storing = kinds[: layers - (settings.get("num_kv_shared_layers") or 0)]
-        full = (str(layer) not in others for layer, kind in enumerate(storing) if kind == "full_attention")
-        return _cache_bytes(model, tokens, dtype, gpus, layers=sum(full))
-    if any(name in settings for name in _MIXED):
-        return 0
-    return _cache_bytes(model, min(tokens, window or tokens), dtype, gpus)
-
-
-def _cache_bytes(model: PreTrainedModel, tokens: int, dtype: str, gpus: int = 0, *, layers: int | None = None) -> int:
-    """Return the size of the keys and values of some tokens, in bytes, on all GPUs of an engine together.
-
-    All layers count, or the given number.
-
-    Latent attention (DeepSeek-V2 and later) caches the compressed keys and values, the rotary part of the keys and the
-    keys of an indexer, once for all heads and on each GPU.
+    A layer with a window holds a whole prompt before it drops the tokens before the window.
 
     Raises:
         ModelError: the model has no attention heads.
     """
-    shape, settings = Shape.of(model.config), settings_of(model.config)
-    shape = shape if layers is None else replace(shape, layers=layers)
-    if "kv_lora_rank" in settings and "qk_rope_head_dim" in settings:
-        width = sum(settings.get(name) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
-        return max(1, gpus) * shape.layers * width * tokens * (2 if dtype == "bf16" else 4)
-    return shape.cache_bytes(tokens, dtype, gpus)
+    longest, prompt = longest_rollout(config), config.data.max_prompt_tokens
+    numbers = 0
+    for layer in Shape.of(model.config).layers:
+        tokens = longest if layer.window is None else min(longest, max(layer.window, prompt))
+        numbers += tokens * layer.numbers_per_token(0)
+    return int(_ROOM * rows * numbers * 4)
 
 
 def gpu_share(config: Config) -> float:

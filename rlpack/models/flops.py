@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlpack.models.packed import language_model
-from rlpack.models.text_settings import experts_per_token, num_experts, settings_of
+from rlpack.models.text_settings import experts_per_token, num_experts, settings_of, settings_of_layer
 from rlpack.packing import Cost
 
 # Kinds of layers (`layer_types`) without products of pairs of tokens.
@@ -149,8 +149,7 @@ def _attention_layers(shape: Mapping[str, Any]) -> Iterator[tuple[float, int | N
     """Yield heads times their size, and the window, None for full attention, of each layer with attention."""
     kinds = shape.get("layer_types") or ["sliding_attention" if shape.get("sliding_window") else "full_attention"]
     for layer in range(shape["num_hidden_layers"]):
-        # Gemma 4's layers differ in head_dim, which its configs also call global_head_dim.
-        own = {**shape, **(shape.get("per_layer_config") or {}).get(str(layer), {})}
+        own = settings_of_layer(shape, layer)
         kind, window = kinds[layer % len(kinds)], own.get("sliding_window")
         width = own["num_attention_heads"] * _head_size(own)
         if kind == "sliding_attention" and window:

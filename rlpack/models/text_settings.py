@@ -22,6 +22,18 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
 
 
+def settings_of_layer(settings: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return the settings of a layer, by what `settings_of` returned.
+
+    Gemma 4's layers differ in `head_dim`. Its config pads their numbers with zeros: "05".
+
+    >>> settings_of_layer({"head_dim": 256, "per_layer_config": {"05": {"head_dim": 512}}}, 5)["head_dim"]
+    512
+    """
+    of_layers = settings.get("per_layer_config") or {}
+    return {**settings, **next((own for name, own in of_layers.items() if int(name) == layer), {})}
+
+
 def shape_of(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Return hidden size and number of layers of a language model; None if its config lacks one of them."""
     settings = settings_of(config)

@@ -13,6 +13,7 @@ import psutil
 from transformers import PreTrainedConfig
 
 from rlpack.config.schema import Rollout
+from rlpack.models.cached_layers import CachedLayer, cached_layers
 from rlpack.models.errors import ModelError
 from rlpack.models.text_settings import settings_of
 from rlpack.rollout.errors import EngineError
@@ -39,14 +40,12 @@ class Shape:
 
     Attributes:
         head_size: size of one head's keys.
-        kv_heads: heads of keys and values.
-        layers: number of layers.
+        layers: what each layer caches.
         vocab_size: token ids are below it.
     """
 
     head_size: int
-    kv_heads: int
-    layers: int
+    layers: tuple[CachedLayer, ...]
     vocab_size: int
 
     @classmethod
@@ -67,17 +66,22 @@ class Shape:
             )
         return cls(
             head_size=int(values.get("head_dim") or hidden // heads),
-            kv_heads=int(values.get("num_key_value_heads") or heads),
-            layers=int(layers),
+            layers=cached_layers(values),
             vocab_size=int(text.vocab_size),
         )
 
     def cache_bytes(self, tokens: int, dtype: str, gpus: int = 0) -> int:
-        """Return the size of the keys and values of some tokens, in bytes, on all GPUs of an engine together.
+        """Return the largest size of the cache of some tokens, in bytes, on all GPUs of an engine together.
 
-        With more GPUs than heads of keys and values, several GPUs hold the same head.
+        Layers with a window count like others: vLLM's window grows by the tokens of a batch, mostly more than a row.
         """
-        return 2 * self.layers * max(self.kv_heads, gpus) * self.head_size * tokens * _BYTES[dtype]
+        return sum(layer.numbers_per_token(gpus) for layer in self.layers) * tokens * _BYTES[dtype]
+
+    def least_bytes(self, tokens: int, dtype: str, gpus: int = 0) -> int:
+        """Return the size that the cache of a row of some tokens certainly has; other arguments are as above."""
+        certain = (layer for layer in self.layers if layer.is_certain)
+        kept = sum(layer.numbers_per_token(gpus) * min(tokens, layer.window or tokens) for layer in certain)
+        return kept * _BYTES[dtype]
 
 
 def shape_problem(

@@ -150,6 +150,15 @@ def test_layers_are_counted_where_a_config_derives_their_number() -> None:
     assert sequence_cost(models[1]).quadratic == 2 * double.num_layers * 2 * double.num_attention_heads * size
 
 
+def test_layers_count_with_their_own_head_size() -> None:
+    """Gemma 4's config pads the numbers of layers with zeros if there are more than ten."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    sizes = {"num_hidden_layers": 12, "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 0}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **shape, **sizes))
+    assert sequence_cost(model).quadratic == 2 * 2 * 4 * 64  # layers 5 and 11 have full attention
+
+
 def test_a_decoder_without_an_embedding_that_transformers_finds_has_the_flops_of_its_model() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("bart"))

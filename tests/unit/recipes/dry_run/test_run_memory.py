@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.family_configs import tiny_config as family_config
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
@@ -96,7 +96,7 @@ def test_the_cache_of_transformers_has_the_rows_of_an_evaluation(evaluation: dic
     assert pool.engine.cache == 3 * (2 * 2 * (rows * 96) * (2 * 32) * 4) // 2
 
 
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2", "deepseek_v3", "deepseek_v32", "longcat_flash"])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2", "deepseek_v3", "deepseek_v32", "longcat_flash", "axk1"])
 def test_the_cache_of_transformers_has_the_size_of_the_models_cache(model_type: str):
     model = AutoModelForCausalLM.from_config(family_config(model_type), dtype=torch.float32).eval()
     rollout, tokens = Rollout(max_new_tokens=32), 64 + 32
@@ -106,6 +106,44 @@ def test_the_cache_of_transformers_has_the_size_of_the_models_cache(model_type: 
     stored = [each for layer in cache.layers for each in vars(layer).values() if torch.is_tensor(each)]
     expected = sum(each.nbytes for each in stored if each.ndim > 2)  # the others describe the layer
     assert engine_memory(given, model, 2, 80 * GB).cache == 3 * (2 * expected) // 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "layer_tokens"),
+    [
+        # A layer with a window of 16 has a prompt of 64 tokens first.
+        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}, 2 * 96 + 2 * 64),
+        ("gemma3_text", {"sliding_window": 80, "sliding_window_pattern": 2}, 2 * 96 + 2 * 80),
+        ("gemma3_text", {"sliding_window": 4096, "sliding_window_pattern": 2}, 4 * 96),
+        ("gemma3n_text", {"layer_types": ["full_attention"] * 4, "num_kv_shared_layers": 3}, 96),
+        ("gemma4_text", {"sliding_window": 16, "global_head_dim": 64}, 3 * 64 + 2 * 96),  # the last layer is full
+        ("mistral", {"sliding_window": 16}, 4 * 64),
+    ],
+)
+def test_the_cache_of_transformers_has_the_size_of_each_layer(
+    model_type: str, settings: dict[str, Any], layer_tokens: int
+):
+    given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=Rollout(max_new_tokens=32))
+    assert engine_memory(given, model_with(model_type, settings), 5, 80 * GB).cache == (
+        3 * (5 * 2 * layer_tokens * (2 * 32) * 4) // 2
+    )
+
+
+def model_with(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Return a model of four layers, with two heads of keys and values of 32 numbers."""
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | settings)))
+
+
+def test_fewer_rows_at_once_are_proposed_if_the_cache_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    rollout, evaluation = Rollout(max_new_tokens=32, max_num_seqs=2048), Evaluation(samples=500)
+    given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=rollout, evaluation=evaluation)
+    assert not main(given, 1.2, print)
+    shown = capsys.readouterr().out
+    # Of the 2000 rows of the evaluation, 0.29 GB of keys and values.
+    assert re.findall(r"^  rollout.max_num_seqs=(\d+)  \(", shown, re.MULTILINE) == ["1024"]
 
 
 @pytest.mark.parametrize("gpus", [1.0, 2.0])
@@ -181,23 +219,19 @@ def test_a_vllm_whose_weights_or_cache_may_be_smaller_is_not_refused(argument: d
     ("model_type", "settings", "layer_tokens"),
     [
         ("llama", {}, 4 * 96),
-        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}, 2 * 96),  # every second layer slides
+        ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2}, 2 * 96 + 2 * 16),  # every second slides
         ("mistral", {"sliding_window": 16}, 4 * 16),
         ("mistral", {"sliding_window": 128}, 4 * 96),
         ("mistral", {"sliding_window": None}, 4 * 96),
         ("qwen3_next", {}, 96),  # three of four layers are linear
         ("gemma3n_text", {"layer_types": ["full_attention"] * 4, "num_kv_shared_layers": 3}, 96),
-        ("gemma4_text", {}, 0),  # layers of full attention have another head size
+        ("gemma4_text", {"sliding_window": 16, "global_head_dim": 64}, 3 * 16 + 2 * 96),  # the last layer is full
         ("jamba", {}, 0),
     ],
 )
 def test_a_row_counts_where_a_vllm_certainly_keeps_it(model_type: str, settings: dict[str, Any], layer_tokens: int):
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    shape |= {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "pad_token_id": 0}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | settings)))
     given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=vllm(kv_cache_gb=None))
-    assert engine_memory(given, model, 4, 80 * GB).row == 2 * layer_tokens * (2 * 32) * 4
+    assert engine_memory(given, model_with(model_type, settings), 4, 80 * GB).row == 2 * layer_tokens * (2 * 32) * 4
 
 
 @pytest.mark.parametrize("offload", ["none", "parameters"])

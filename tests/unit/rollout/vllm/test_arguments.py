@@ -3,20 +3,31 @@
 import importlib.machinery
 import importlib.util
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from transformers import Gemma3Config, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    MambaConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from rlpack.config.schema import Rollout
+from rlpack.models.cached_layers import CachedLayer
 from rlpack.models.errors import ModelError
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.argument_names import OWN_ARGUMENTS, argument_names, argument_problems
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments, shape_problem, split_problem
 
-SHAPE = Shape(head_size=32, kv_heads=3, layers=5, vocab_size=64)
+SHAPE = Shape(head_size=32, layers=5 * (CachedLayer(heads=3, numbers=2 * 32),), vocab_size=64)
 # Keys and values of one token: 2 · 5 layers · 3 heads · 32 numbers · 4 bytes.
 TOKEN_BYTES = 3840
 GB = 10**9
@@ -176,37 +187,55 @@ def test_a_further_argument_replaces_a_default():
 
 @pytest.mark.parametrize("size", [8, 16, 20, 24, 48, 72, 100, 320])
 def test_heads_that_no_kernel_takes_are_refused_with_the_sizes_that_work(size: int):
-    problem = shape_problem(Shape(size, 1, 1, 8), on_gpu=False)
+    problem = shape_problem(Shape(size, (), 8), on_gpu=False)
     assert problem is not None
     assert f"heads have {size} numbers" in problem
     assert "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512" in problem
     assert "rollout.engine=hf" in problem
-    assert shape_problem(Shape(size, 1, 1, 8), on_gpu=True) is None
+    assert shape_problem(Shape(size, (), 8), on_gpu=True) is None
 
 
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512])
 def test_heads_of_the_other_sizes_pass(size: int):
-    assert shape_problem(Shape(size, 1, 1, 8), on_gpu=False) is None
+    assert shape_problem(Shape(size, (), 8), on_gpu=False) is None
+
+
+def shape_of(head_size: int, *, kv_heads: int, layers: int, window: int | None = None) -> Shape:
+    return Shape(head_size, layers * (CachedLayer(kv_heads, 2 * head_size, window),), vocab_size=9)
 
 
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
         (Qwen2Config(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2, vocab_size=9),
-            Shape(head_size=32, kv_heads=1, layers=2, vocab_size=9)),
+            shape_of(32, kv_heads=1, layers=2)),
         (Gemma3TextConfig(hidden_size=96, num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=4,
-            head_dim=64, vocab_size=9), Shape(head_size=64, kv_heads=3, layers=4, vocab_size=9)),
+            head_dim=64, vocab_size=9), shape_of(64, kv_heads=3, layers=4, window=4096)),
         (Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, head_dim=16,
-            vocab_size=9), Shape(head_size=16, kv_heads=2, layers=1, vocab_size=9)),
-        (GPT2Config(n_embd=64, n_head=2, n_layer=3, vocab_size=9), Shape(head_size=32, kv_heads=2, layers=3,
-            vocab_size=9)),
+            vocab_size=9), shape_of(16, kv_heads=2, layers=1)),
+        (GPT2Config(n_embd=64, n_head=2, n_layer=3, vocab_size=9), shape_of(32, kv_heads=2, layers=3)),
         (Gemma3Config(text_config={"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3,
-            "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 9}), Shape(64, 3, 4, 9)),
+            "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 9}), shape_of(64, kv_heads=3, layers=4, window=4096)),
     ],
     ids=["no head_dim", "head_dim", "experts", "other names", "a text config"],
 )  # fmt: skip
 def test_the_shape_is_that_of_the_models_config(config, shape):
     assert Shape.of(config) == shape
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(0, 1), (1, 1), (4, 4)])
+def test_every_gpu_caches_the_compressed_keys_and_values_of_latent_attention(gpus: int, share: int):
+    config = DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=128)
+    needed = 2 * 160 * 3 * (512 + 64) * 2 * share
+    for size in (needed, needed - 1):
+        settings = Rollout(engine="vllm", kv_cache_gb=size / GB)
+        with nullcontext() if size == needed else pytest.raises(EngineError, match="kv_cache_gb is"):
+            engine_arguments(settings, Shape.of(config), model="m", dtype="bf16", max_length=100, gpus=gpus)
+
+
+def test_layers_of_several_head_sizes_are_cached():
+    config = Gemma4TextConfig(num_hidden_layers=12, num_key_value_heads=4, head_dim=256, global_head_dim=512)
+    assert Shape.of(config).cache_bytes(100, "bf16") == 2 * 4 * (10 * 256 + 2 * 512) * 100 * 2
 
 
 DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 65}
