@@ -34,6 +34,7 @@ from rlpack.models.loading import load_config
 from rlpack.observe.console import Console
 from rlpack.observe.evaluation.evaluation_dir import (
     EXPORTED,
+    IDENTITY,
     PAGE,
     RESULTS,
     ROWS,
@@ -102,11 +103,18 @@ def main(config: Config) -> None:
 
 @contextmanager
 def _log_in(output: Path) -> Iterator[None]:
-    """Append what the command logs to `run.log`."""
+    """Append what the command logs to `run.log`; a refused evaluation leaves none, so its directory stays empty."""
     log = current_log()
-    if log is not None and log.path is None:
-        log.open(output / LOG)
-    yield
+    if log is None or log.path is not None:
+        yield
+        return
+    log.open(output / LOG)
+    try:
+        yield
+    except BaseException:
+        if not (output / IDENTITY).exists():
+            (output / LOG).unlink(missing_ok=True)
+        raise
 
 
 def _with_dtype(config: Config) -> Config:
