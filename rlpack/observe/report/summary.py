@@ -67,11 +67,14 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
 def packing_table(records: Records) -> list[list[str]]:
     """Return a table of the plan metrics: lowest, mean and highest value over the training steps.
 
-    The last column explains a metric that shows a loss. The first row is the header; without training steps that have
-    such metrics, the table is empty.
+    The last column explains a metric that shows a loss. Metrics that are 0 in all steps share the last row. The first
+    row is the header; without training steps that have such metrics, the table is empty.
     """
-    values = {name: Series.of(records, name, "train").values for name in METRICS if name.startswith("packing/")}
-    rows = [_over_steps(name, of_steps) for name, of_steps in values.items() if of_steps.size]
+    names = [name for name in METRICS if name.startswith("packing/")]
+    values = {name: of_steps for name in names if (of_steps := Series.of(records, name, "train").values).size}
+    rows = [_over_steps(name, of_steps) for name, of_steps in values.items() if of_steps.any()]
+    if zeros := [name for name, of_steps in values.items() if not of_steps.any()]:
+        rows.append(["0 in all steps", "0", "0", "0", ", ".join(zeros)])
     return [["over training steps", "lowest", "mean", "highest", ""], *rows] if rows else []
 
 

@@ -372,8 +372,10 @@ def test_every_metric_of_plans_is_summed_up_and_those_that_show_a_loss_are_expla
     metrics = {f"packing/{name}": float(value) for name, value in asdict(plan.metrics).items()}
     record = {"phase": "train", "step": 1, "time_s": 1.0, **metrics}
     assert metrics["packing/packing_efficiency"] < 1  # but that isn't a loss: each rank needs a microbatch
-    rows = packing_table([record])[1:]
-    assert {row[0] for row in rows} == metrics.keys()
+    *rows, zeros = packing_table([record])[1:]
+    assert {row[0] for row in rows} == {name for name, value in metrics.items() if value}
     assert not any(row[-1] for row in rows)
-    explained = [row for row in packing_table([record | {"packing/truncated_tokens": 8.0}])[1:] if row[-1]]
+    assert zeros[:4] == ["0 in all steps", "0", "0", "0"]
+    assert set(zeros[4].split(", ")) == {name for name, value in metrics.items() if not value}
+    explained = [row for row in packing_table([record | {"packing/truncated_tokens": 8.0}])[1:-1] if row[-1]]
     assert explained == [["packing/truncated_tokens", "8", "8", "8", "Tokens cut from overlong sequences."]]
