@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket
 from rlpack.batch.weight_layout import WeightForm, WeightLayout
-from rlpack.config.roles import longest_rollout, shares_gpus, sleep_level
+from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config, Rollout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
@@ -26,6 +26,7 @@ from rlpack.rollout.errors import CanaryError, EngineError
 from rlpack.rollout.in_flight import RowsInFlight
 from rlpack.rollout.types import Generations, SamplingParams, TrajectoryBatch
 from rlpack.rollout.usable_responses import usable_responses
+from rlpack.rollout.vllm.argument_names import SHARE_WITH_GIVEN_CACHE
 from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, sharded
 
 logger = logging.getLogger(__name__)
@@ -355,8 +356,8 @@ def _engine_settings(config: Config) -> Rollout:
     own: dict[str, object] = {}
     if config.rollout.lora == "adapter":
         own["max_lora_rank"] = config.actor.lora.rank
-    if config.rollout.engine == "vllm" and shares_gpus(config):
-        own["gpu_memory_utilization"] = _SHARED_GPU
+    if config.rollout.engine == "vllm" and (share := _gpu_share(config)) is not None:
+        own["gpu_memory_utilization"] = share
     return config.rollout.model_copy(
         update={
             "dtype": config.rollout.dtype or config.actor.precision,
@@ -364,3 +365,10 @@ def _engine_settings(config: Config) -> Rollout:
             "vllm": own | config.rollout.vllm,
         }
     )
+
+
+def _gpu_share(config: Config) -> float | None:
+    """Return vLLM's share of the memory of each GPU; None for vLLM's default, and on CPUs."""
+    if gpus_per_rank(config, "rollout") > 0 and config.rollout.kv_cache_gb is not None:
+        return SHARE_WITH_GIVEN_CACHE
+    return _SHARED_GPU if shares_gpus(config) else None

@@ -15,6 +15,8 @@ from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.vllm_package import SUPPORTED
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's attention on CPUs takes multiples of it
+# `gpu_memory_utilization` with a given size of the cache: vLLM only checks that this share of a GPU is free.
+SHARE_WITH_GIVEN_CACHE = 0.01
 
 # Arguments that rlpack sets, and the keys to set instead.
 OWN_ARGUMENTS: Mapping[str, str] = {

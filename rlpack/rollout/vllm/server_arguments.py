@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from rlpack.models.errors import ModelError
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.argument_names import SHARE_WITH_GIVEN_CACHE
 from rlpack.rollout.vllm.arguments import (
     Capacity,
     Shape,
@@ -58,7 +59,7 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
     of_model = classifier_arguments(config, model=model) if is_classifier(config) else {}
     gpus = options.vllm.get("tensor_parallel_size", 1) if options.on_gpu else 0
     capacity = _capacity(config, shape, options, gpus)
-    own = {
+    own: dict[str, Any] = {
         "served_model_name": name,
         "host": options.host,
         "port": options.port,
@@ -66,6 +67,8 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
     }
+    if gpus and capacity.given_cache_bytes is not None:
+        own["gpu_memory_utilization"] = SHARE_WITH_GIVEN_CACHE
     arguments = base_arguments(shape, capacity, model=model) | of_model | own | _merged(of_model, options.vllm)
     if "distributed_executor_backend" not in options.vllm and _num_workers(arguments) > 1:
         arguments["distributed_executor_backend"] = "mp"

@@ -375,15 +375,28 @@ def test_the_engine_is_told_the_longest_row_it_has_to_hold(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("roles", "vllm", "expected"),
+    ("roles", "gpus", "options", "expected"),
     [
-        ({}, {}, (1, {"gpu_memory_utilization": 0.5})),
-        ({}, {"gpu_memory_utilization": 0.7}, (1, {"gpu_memory_utilization": 0.7})),
-        ({"rollout": "own"}, {}, (0, {})),
+        ({}, 1, {}, (1, {"gpu_memory_utilization": 0.5})),
+        ({}, 1, {"vllm": {"gpu_memory_utilization": 0.7}}, (1, {"gpu_memory_utilization": 0.7})),
+        ({"rollout": "own"}, 1, {}, (0, {})),
+        # vLLM requires that its share of a GPU is free even if the size of its cache is given.
+        ({}, 1, {"kv_cache_gb": 2.0}, (1, {"gpu_memory_utilization": 0.01})),
+        ({"rollout": "own"}, 1, {"kv_cache_gb": 2.0}, (0, {"gpu_memory_utilization": 0.01})),
+        (
+            *({}, 1, {"kv_cache_gb": 2.0, "vllm": {"gpu_memory_utilization": 0.7}}),
+            (1, {"gpu_memory_utilization": 0.7}),
+        ),
+        ({}, 0, {"kv_cache_gb": 2.0}, (0, {})),
     ],
-    ids=["shared GPUs", "a given share", "a separate pool"],
+    ids=[
+        *("shared GPUs", "a given share", "a separate pool", "a given cache", "a given cache in a separate pool"),
+        *("a given cache and share", "a given cache on a CPU"),
+    ],
 )
-def test_an_engine_on_shared_gpus_takes_half_of_their_memory_and_sleeps(monkeypatch, roles, vllm, expected):
+def test_an_engine_on_shared_gpus_sleeps_and_takes_half_of_their_memory_or_a_given_cache(
+    monkeypatch, roles, gpus, options, expected
+):
     given: list[Rollout] = []
 
     def build(model: Model, settings: Rollout, *sections: Any, **others: Any) -> Any:
@@ -391,9 +404,9 @@ def test_an_engine_on_shared_gpus_takes_half_of_their_memory_and_sleeps(monkeypa
         return SimpleNamespace(dtype=torch.float32)
 
     monkeypatch.setattr("rlpack.workers.rollout.engine_class", lambda name: SimpleNamespace(from_settings=build))
-    pool = Pool(ranks=1, gpus_per_rank=1)
+    pool = Pool(ranks=1, gpus_per_rank=gpus)
     placement = Placement(pools={"main": pool, "own": pool}, roles=roles)
-    config = tiny_config(rollout=Rollout(engine="vllm", vllm=vllm), placement=placement)
+    config = tiny_config(rollout=Rollout(engine="vllm", **options), placement=placement)
     RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())
     assert (given[0].sleep_level, given[0].vllm) == expected
 

@@ -121,10 +121,18 @@ def test_a_server_on_gpus_leaves_the_cache_to_vllm_and_shares_the_model_by_vllms
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     shared = arguments(on_gpu=True, kv_cache_gb=0.5, vllm=sizes)
     assert shared["kv_cache_memory_bytes"] == GB // 8  # vLLM's argument is of each GPU
+    assert "gpu_memory_utilization" not in given
     own = {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
     assert arguments(on_gpu=True, vllm=own)["distributed_executor_backend"] == "ray"
     assert given["enforce_eager"] is False
     assert arguments(on_gpu=True, vllm={"enforce_eager": True})["enforce_eager"] is True
+
+
+def test_a_server_with_a_given_cache_needs_no_share_of_a_gpu_to_be_free():
+    assert arguments(on_gpu=True, kv_cache_gb=0.5)["gpu_memory_utilization"] == 0.01
+    own = {"gpu_memory_utilization": 0.7}
+    assert arguments(on_gpu=True, kv_cache_gb=0.5, vllm=own)["gpu_memory_utilization"] == 0.7
+    assert "gpu_memory_utilization" not in arguments(kv_cache_gb=0.5)
 
 
 def test_no_path_of_the_server_is_left_to_vllms_own_check_of_the_token():
