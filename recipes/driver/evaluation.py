@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.evaluation_sets import COLUMN
-from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
+from rlpack.recipes.driver.displayed_texts import displayed_texts
 from rlpack.recipes.driver.engine_lifecycle import wake_engines
 from rlpack.recipes.driver.evaluations import EnginesOnly
 from rlpack.recipes.driver.forward_plans import forward_plan
@@ -173,14 +173,8 @@ def _shown_samples(session: Session, rollouts: BatchedDataDict, rewards: Tensor,
     """Return a few samples to show, spread over the split."""
     count = min(session.config.logger.samples, rollouts.num_rows)
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
-    texts = session.store.fetch(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
-    columns = zip(rows, texts["prompt"], texts["completion"], texts["answer"], strict=True)
+    texts = displayed_texts(session.tokenizer, session.store, rollouts.select(rows))
     return [
-        Sample(
-            prompt=prompt_for_display(session.tokenizer, prompt),
-            completion=completion,
-            answer=None if answer is None else str(answer),
-            reward=rewards[row].item() if valid[row] else None,
-        )
-        for row, prompt, completion, answer in columns
+        Sample(**text._asdict(), reward=rewards[row].item() if valid[row] else None)
+        for row, text in zip(rows, texts, strict=True)
     ]

@@ -12,10 +12,10 @@ from rlpack.batch.store import Store
 from rlpack.config.recipes import recipe_section
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
-from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.evaluation.evaluation_dir import EngineFailures
 from rlpack.observe.evaluation.sample_rows import SampleRow
+from rlpack.recipes.driver.displayed_texts import displayed_texts
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.engine_restarts import replace_failed_engines
 from rlpack.recipes.driver.evaluation import draw_held_out, sample_and_score
@@ -84,21 +84,21 @@ class EvaluationSession:
     def _rows(self, drawn: DrawnPrompts, samples: int, temperature: float, reader: AnswerReader) -> Iterator[SampleRow]:
         """Yield the rows of `samples` responses per prompt; at temperature 0, of the greedy one."""
         rollouts, (rewards, valid, _, _) = sample_and_score(self, drawn, samples, temperature, self._metrics)
-        texts = self.store.fetch(rollouts.keep(["prompt", "completion", "answer"]))
+        texts = displayed_texts(self.tokenizer, self.store, rollouts)
         seeds = sample_seeds(self.config.seed, drawn, samples).tolist()
         response_tokens = rollouts["response_lengths"]
         prompt_tokens = (rollouts["input_ids"].lengths - response_tokens).tolist()
         for row in range(rollouts.num_rows):
-            answer, response = texts["answer"][row], texts["completion"][row]
+            prompt, response, answer = texts[row]
             is_valid, is_greedy = bool(valid[row]), temperature == 0
             yield SampleRow(
                 prompt_index=int(drawn.positions[row // samples]),
                 uid=rollouts["uid"][row],
                 sample=None if is_greedy else row % samples,
                 seed=None if is_greedy else seeds[row],
-                prompt=prompt_for_display(self.tokenizer, texts["prompt"][row]),
+                prompt=prompt,
                 response=response,
-                answer=None if answer is None else str(answer),
+                answer=answer,
                 extracted_answer=reader.read(response) if is_valid and reader.is_extracted else None,
                 reward=rewards[row].item() if is_valid else None,
                 finish_reason=rollouts["finish_reason"][row],

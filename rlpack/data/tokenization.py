@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlpack.batch.errors import DataError
 from rlpack.data.examples import SPECIAL_TOKENS, Example, Message, Prompt, conversation, prompt_text
-from rlpack.data.tools import tools_of
+from rlpack.data.tools import COLUMN, tools_of
 
 PAD, EOS, UNKNOWN = SPECIAL_TOKENS
 
@@ -143,12 +143,19 @@ def tokenize_demonstrations(
     return [[*ids, last] for ids in _encode_texts(tokenizer, texts, places, specials, add_special_tokens=False)]
 
 
-def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
-    """Return a prompt as people read it: messages as the chat template renders them for the model."""
+def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools: Any = None) -> str:
+    """Return a prompt as people read it: messages as the chat template renders them for the model.
+
+    Args:
+        tokenizer: any tokenizer.
+        prompt: text, or chat messages.
+        tools: the value of the prompt's column `tools`, if there is one.
+    """
     if isinstance(prompt, str):
         return prompt
+    example = Example("", prompt, columns={COLUMN: tools})
     try:
-        return _render(tokenizer, prompt, "a prompt")
+        return _render(tokenizer, prompt, "a prompt", tools_of(example))
     except (DataError, ValueError):
         return conversation(prompt)
 
