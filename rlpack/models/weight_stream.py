@@ -5,8 +5,9 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 1. every parameter and every buffer of the checkpoint is in exactly one bucket, in the order of `named_parameters`; a
    tied weight comes once, under its first name;
 2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
-3. a rank that keeps a bucket holds it once, in the receiver's dtype, and a few pieces of a weight; one that doesn't
-   keep it holds only the pieces; with pipeline stages every rank gets each bucket from the stage that has the weights;
+3. a rank that keeps a bucket holds it once, parameters in the receiver's dtype, and a few pieces of a weight; one that
+   doesn't keep it holds only the pieces; with pipeline stages every rank gets each bucket from the stage that has the
+   weights;
 4. names and values are those of the model without adapters: W + scale·B·A in place of W; or only the adapters are
    sent, as A and scale·B.
 """
@@ -55,7 +56,8 @@ class WeightStream:
 
         Args:
             policy: sharded or not; its weights at the time of `gather` are sent.
-            dtype: floating-point weights are cast to it, the receiver's; None keeps each weight's own.
+            dtype: floating-point parameters are cast to it, the receiver's; None keeps each weight's own. Buffers stay
+                as they are, because models and engines keep them in fp32, such as the biases that choose experts.
             adapters_only: send only the matrices of adapters, under peft's names, each B multiplied by its scale.
             bucket_bytes: largest bucket, in `dtype`.
 
@@ -67,10 +69,12 @@ class WeightStream:
         self._sources: dict[str, str] = {}  # names in the stream to names in the policy
         self._large: set[str] = set()  # of those in the policy, the ones that are gathered in pieces
         name_of = peft_name if adapters_only else merged_name
+        buffers = {name for name, _ in policy.uncut.model.named_buffers()}
         specs = []
         for source, tensor in _weights(policy.uncut):
             if (name := name_of(source)) is not None:
-                cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                is_cast = dtype is not None and tensor.is_floating_point() and source not in buffers
+                cast = dtype if is_cast else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
                 self._sources[name] = source
                 if is_large(tensor):

@@ -55,11 +55,14 @@ def test_every_weight_comes_once_in_buckets_of_bounded_size(tied: bool, bucket_b
     assert all(size + first > bucket_bytes for size, first in zip(sizes, firsts[1:], strict=False))
 
 
-def test_floating_point_weights_are_cast_and_whole_numbers_are_not():
+def test_floating_point_parameters_are_cast_and_buffers_are_not():
     policy = odd_policy()
+    # A bias that chooses experts; in bf16 the two would be equal.
+    policy.model.register_buffer("e_score_correction_bias", torch.tensor([4.0, 4.001]))
     weights = {name: weight for bucket in WeightStream(policy, torch.bfloat16) for name, weight in bucket.items()}
-    assert weights["steps"].tolist() == [2**40 + 1, 5]
-    assert {weight.dtype for name, weight in weights.items() if name != "steps"} == {torch.bfloat16}
+    assert weights.pop("steps").tolist() == [2**40 + 1, 5]
+    assert weights.pop("e_score_correction_bias").equal(torch.tensor([4.0, 4.001]))
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert weights["model.norm.weight"].equal(policy.model.get_parameter("model.norm.weight").bfloat16())
 
 
