@@ -4,7 +4,6 @@ A layer W·x becomes W·x + s·B·(A·x) with s = alpha / rank. A and B are trai
 model starts unchanged. Other roles and exports get the merged weights W + s·B·A under the base model's names.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.patterns import match_patterns
 
 _NAME = "default"
+_ROOT = "model"  # name of the model in the module that peft gets
 # peft turns the layer `q_proj` into q_proj.base_layer, q_proj.lora_A.default and q_proj.lora_B.default.
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
 _DROPOUT = f".lora_dropout.{_NAME}"
@@ -40,7 +40,8 @@ class Adapter:
 def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
     """Return the names of the linear layers in decoder layers that a target matches.
 
-    The output head gets no adapter: `linear_logprobs` reads its weight directly.
+    The output head gets no adapter, because `linear_logprobs` reads its weight directly. Nor do routed experts that
+    are one parameter for all of them.
 
     Raises:
         ModelError: the model has no such layers, there is no target, or a target matches none.
@@ -92,28 +93,21 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  # only ever divided by the rank
         lora_dropout=settings.dropout,
-        target_modules="|".join(name.replace(".", r"\.") for name in layers),
+        target_modules="|".join(f"{_ROOT}.{name}".replace(".", r"\.") for name in layers),
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft sets up patterns for routed experts regardless of the targets.
-        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys")
+    # In a model with a config of transformers, peft adapts routed experts, which can't be merged, in place of every
+    # layer with a name such as gate_proj, even of dense MLPs.
+    root = nn.ModuleDict({_ROOT: model})
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             with _adapters_on_cpu(model, layers):
-                inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # also freezes all other weights
+                inject_adapter_in_model(adapter, root, adapter_name=_NAME)  # also freezes all other weights
         except ValueError as error:
             raise ModelError(
                 f"{type(model).__name__} can't have adapters on all layers of actor.lora.targets="
                 f"{list(settings.targets)}: {error}; name other layers, such as *.q_proj"
             ) from error
-    adapted = {name.removesuffix(_DOWN) for name, _ in model.named_parameters() if name.endswith(_DOWN)}
-    if extra := sorted(
-        adapted - set(layers)
-    ):  # peft adapts the weights of routed experts as well, which can't be merged
-        raise ModelError(
-            f"{type(model).__name__} has routed experts ({extra[0]}) that match actor.lora.targets="
-            f"{list(settings.targets)}, but adapters of experts can't be merged; name other layers, such as *.q_proj"
-        )
 
 
 @contextmanager

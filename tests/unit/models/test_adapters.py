@@ -2,6 +2,7 @@
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -151,15 +152,31 @@ def test_dropout_is_active_in_training_only_and_follows_from_its_seed():
     assert torch.equal(copy.deepcopy(policy).eval()(inputs).logprobs, plain(inputs).logprobs)
 
 
-def test_adapters_that_would_reach_routed_experts_are_refused_and_attention_alone_is_not():
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
-    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    sizes = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 4}
-    with pytest.raises(ModelError, match=r"has routed experts .*actor\.lora\.targets=\['\*'\]"):
-        add_adapters(tiny_model("deepseek_v3", **experts, **ranks, **sizes), Lora(rank=2), seed=0)
-    model = tiny_model("deepseek_v3", **experts, **ranks, **sizes)
-    add_adapters(model, Lora(rank=2, targets=("*.o_proj",)), seed=0)
-    assert len(find_adapters(model)) == 2
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {**EXPERTS, **LATENT, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
+DEEPSEEK |= {"head_dim": 4}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "mlps"),
+    [
+        ("deepseek_v3", DEEPSEEK, {"layers.0.mlp", "layers.1.mlp.shared_experts"}),
+        ("qwen3_moe", QWEN_MOE, {"layers.0.mlp"}),
+    ],
+)
+def test_dense_and_shared_mlps_get_adapters_and_routed_experts_do_not(
+    kind: str, changes: dict[str, Any], mlps: set[str]
+):
+    policy = policy_with_adapters(kind, **changes)
+    adapted = {name.removesuffix(".base_layer.weight") for name in find_adapters(policy.model)}
+    expected = {f"model.{mlp}.{name}_proj" for mlp in mlps for name in ("gate", "up", "down")}
+    assert {name for name in adapted if ".mlp." in name} == expected
+    assert any(name.endswith("self_attn.o_proj") for name in adapted)
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert trained == {f"model.{name}.lora_{matrix}.default.weight" for name in adapted for matrix in "AB"}
+    check_adapters(policy, "cpu", VOCABULARY, packed=False)
 
 
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
