@@ -88,6 +88,8 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         if layout.key_lengths is not None and layout.key_slots is not None:
             packed = replace(packed, keys=_keys(layout.key_lengths, layout.key_slots, width, dummies))
         position_ids = torch.cat([position_ids, torch.arange(missing)[None] % longest], 1)
+        # Padding has no larger positions than rows: a model may have, or keep its rotary frequencies for, those only.
+        position_ids = position_ids.clamp(max=int(layout.position_ids.ravel()[layout.slots].max(initial=0)))
     input_ids = torch.full(position_ids.shape, pad_token_id, dtype=torch.int64)
     values = ragged.values.to(dtype=torch.int64, device="cpu")
     input_ids.view(-1)[slots] = values

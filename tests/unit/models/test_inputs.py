@@ -24,7 +24,7 @@ def inputs_of(rows: list[torch.Tensor], layout: Layout) -> ModelInputs:
 def test_packed_rows_are_contiguous_with_alignment_and_padding():
     inputs = inputs_of([torch.tensor([5, 6, 7]), torch.tensor([8])], packed_layout([3, 1], pad_to_multiple=2, length=8))
     assert inputs.input_ids.tolist() == [[5, 6, 7, 52, 8, 52, 52, 52]]
-    assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 2, 0, 1, 0, 1]]
     assert inputs.packed is not None
     assert inputs.packed.cu_seqlens.tolist() == [0, 4, 6, 8]
     assert inputs.slots.tolist() == [0, 1, 2, 4]
@@ -40,6 +40,14 @@ def test_slots_that_round_a_row_up_have_no_position_that_its_sequences_have_not(
     assert inputs.packed is not None
     assert inputs.packed.lengths == (3, 1, 3, 3, 3)
     assert inputs.slots.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(48, None), (1, 200)])
+def test_padding_of_packed_rows_has_no_position_beyond_those_of_a_model(multiple: int, length: int | None):
+    policy, rows = Policy(tiny_model("gpt2", n_positions=60)).eval(), tiny_rows([60, 11])
+    alone = torch.cat([policy(pack_rows([row])).logprobs for row in rows])
+    packed = policy(inputs_of(rows, packed_layout([60, 11], pad_to_multiple=multiple, length=length))).logprobs
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
 
 
 def test_padded_rows_have_one_row_each():
