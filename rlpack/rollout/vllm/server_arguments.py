@@ -28,6 +28,8 @@ from rlpack.rollout.vllm.server_options import ServerOptions
 # For models whose config doesn't state the longest text that they take.
 _UNKNOWN_LENGTH = 2048
 _SHORTEST = 32  # tokens
+# `max_model_len` with which vLLM chooses the longest text that the model takes and that fits its cache.
+_FITTED_BY_VLLM = -1
 # Checks the token of every request; vLLM's own check leaves some paths open.
 _MIDDLEWARE = "rlpack.rollout.vllm.require_token.RequireToken"
 _MAX_NUM_SEQS = 256
@@ -138,19 +140,19 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
         block_size=block_size(options.vllm),
     )
     if given is None:
-        capacity = replace(capacity, max_length=_fitting_length(shape, capacity))
+        capacity = replace(capacity, max_length=_fitting_length(shape, capacity, limit))
     if problem := cache_problem(shape, capacity, key="--kv-cache-gb", lower="--max-length"):
         raise EngineError(problem)
     return capacity
 
 
-def _fitting_length(shape: Shape, capacity: Capacity) -> int:
-    """Return the longest row that the model takes and the cache holds twice, in tokens."""
+def _fitting_length(shape: Shape, capacity: Capacity, limit: int | None) -> int:
+    """Return the longest row that the model takes and the cache holds twice, in tokens; -1 leaves it to vLLM."""
     if capacity.given_cache_bytes is not None:
         size = capacity.given_cache_bytes
     elif capacity.gpus == 0:
         size = cache_budget()
-    else:  # vLLM measures the GPU's memory
-        return capacity.max_length
+    else:  # vLLM measures the GPU's memory, and fits the length of a model that states a limit
+        return capacity.max_length if limit is None else _FITTED_BY_VLLM
     blocks = size // (2 * shape.cache_bytes(capacity.block_size, capacity.dtype, capacity.gpus)) - 1
     return min(capacity.max_length, max(_SHORTEST, blocks * capacity.block_size))

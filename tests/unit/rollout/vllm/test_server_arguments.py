@@ -135,6 +135,17 @@ def test_a_server_with_a_given_cache_needs_no_share_of_a_gpu_to_be_free():
     assert "gpu_memory_utilization" not in arguments(kv_cache_gb=0.5)
 
 
+def test_on_gpus_vllm_fits_the_longest_row_to_the_memory_that_it_measures():
+    """-1 does this in vLLM, for models with a limit: `_get_and_verify_max_len` of 0.32."""
+    given = arguments(on_gpu=True)
+    assert given["max_model_len"] == -1
+    assert "--max-model-len=-1" in command_line(given)
+    assert arguments(on_gpu=True, max_length=100)["max_model_len"] == 100
+    assert arguments(on_gpu=True, kv_cache_gb=2 * 4 * 32 * TOKEN_BYTES / GB)["max_model_len"] == 3 * 32
+    unlimited = BloomConfig(hidden_size=64, n_head=2, n_layer=1, vocab_size=9)
+    assert arguments(unlimited, on_gpu=True)["max_model_len"] == 2048
+
+
 def test_no_path_of_the_server_is_left_to_vllms_own_check_of_the_token():
     from rlpack.rollout.vllm import require_token
 
