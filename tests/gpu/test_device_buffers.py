@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers, DeviceReader
-from rlpack.rollout.vllm.weight_buffers import BucketNote
+from rlpack.rollout.vllm.weight_buffers import BucketNote, BucketReader
 from tests.unit.rollout.vllm.test_weight_buffers import DTYPES, SHAPES, values
 
 pytestmark = [
@@ -69,6 +69,8 @@ def test_every_dtype_and_shape_is_read_in_another_process_as_it_was_written(read
 
 def test_updates_of_many_buckets_arrive_and_free_their_memory(reader: Connection):
     buffers, before = DeviceBuffers([torch.device("cuda", 0)]), torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
     for update in range(5):
         for index, size in enumerate((1000, 3_000_000, 20, 4_000_000, 5)):
             weight = torch.arange(size, dtype=torch.float32) + update
@@ -76,6 +78,33 @@ def test_updates_of_many_buckets_arrive_and_free_their_memory(reader: Connection
         assert ask(reader, None) == "closed"
         buffers.end_update()
         assert torch.cuda.memory_allocated() == before, f"after update {update}"
+        assert torch.cuda.memory_reserved() == reserved, f"after update {update}"
+
+
+def test_a_tied_weight_is_copied_once_and_read_under_both_names(reader: Connection):
+    buffers = DeviceBuffers([torch.device("cuda", 0)])
+    weight = torch.arange(4096.0).view(64, 64)
+    note = buffers.write({"embedding": weight, "head": weight}, 0)
+    assert buffers.num_bytes == weight.nbytes
+    assert ask(reader, asdict(note)) == {"embedding": as_bytes(weight), "head": as_bytes(weight)}
+    assert ask(reader, None) == "closed"
+    buffers.end_update()
+
+
+def test_a_bucket_for_which_the_gpu_has_no_room_goes_through_shared_memory(reader: Connection):
+    buffers, weights = DeviceBuffers([torch.device("cuda", 0)]), {"w": torch.arange(50_000_000)}
+    assert ask(reader, asdict(buffers.write({"small": torch.ones(2)}, 0))) == {"small": as_bytes(torch.ones(2))}
+    torch.cuda.set_per_process_memory_fraction(100_000_000 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        note = buffers.write(weights, 1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert note.handles == {}
+    assert BucketReader().read(note, 1)["w"].equal(weights["w"])
+    assert ask(reader, None) == "closed"
+    buffers.end_update()
+    assert buffers.write({"small": torch.ones(2)}, 0).handles == {}
+    buffers.close()
 
 
 def test_a_bit_that_flips_in_the_gpus_memory_is_named(reader: Connection):

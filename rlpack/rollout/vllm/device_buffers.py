@@ -12,9 +12,11 @@ Invariants (tests/unit/rollout/vllm/test_device_buffers.py, tests/gpu/test_devic
 
 1. tensors of any dtype and shape are read back exactly as written;
 2. a buffer that was changed or is on another GPU, or a bucket out of order, is refused before a weight is used;
-3. between updates neither side holds a buffer.
+3. between updates neither side holds a buffer;
+4. once a GPU has no room for a buffer, buckets are written to shared memory (`weight_buffers`).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +29,15 @@ from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.weight_buffers import (
     NUM_BUFFERS,
     BucketNote,
+    WeightBuffers,
     check_index,
     checked_views,
     describe,
     places_of,
     write_bytes,
 )
+
+logger = logging.getLogger(__name__)
 
 # Number of arguments of PyTorch's `rebuild_cuda_tensor` that come before those of the storage: class, size, stride,
 # offset, storage class and dtype of the tensor, and the device. The reader knows them; the others make the handle.
@@ -50,7 +55,7 @@ class Sharing(NamedTuple):
         export: returns the handle of a buffer, of plain types.
         reopen: returns all bytes of the buffer of a handle on a device, uint8.
         synchronize: waits until a device has finished its work.
-        collect: frees buffers that their readers have closed.
+        collect: returns the memory of buffers that their readers have closed to the GPUs.
     """
 
     id_of: Callable[[torch.device], str]
@@ -75,7 +80,12 @@ def _reopen(handle: list[Any], device: torch.device) -> Tensor:
     return rebuild_cuda_tensor(Tensor, *shape, torch.storage.TypedStorage, torch.uint8, device.index, *handle)
 
 
-CUDA_IPC = Sharing(_id_of, _export, _reopen, torch.cuda.synchronize, torch.cuda.ipc_collect)
+def _collect() -> None:
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()  # vLLM's processes can't use memory that this process has cached
+
+
+CUDA_IPC = Sharing(_id_of, _export, _reopen, torch.cuda.synchronize, _collect)
 
 
 class _Slot(NamedTuple):
@@ -97,6 +107,7 @@ class DeviceBuffers:
         """
         self._devices, self._sharing = list(devices), sharing
         self._slots: dict[int, _Slot] = {}
+        self._in_host_memory: WeightBuffers | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -104,16 +115,33 @@ class DeviceBuffers:
         return sum(len(slot.buffers[0]) for slot in self._slots.values())
 
     def write(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
-        """Copy a bucket to all GPUs; this overwrites the bucket before the last one.
+        """Copy a bucket to all GPUs, or to shared memory; this overwrites the bucket before the last one.
 
         Args:
             weights: whole tensors on the CPU, by name.
             index: index of the bucket in its update.
+        """
+        if self._in_host_memory is None:
+            try:
+                return self._write_to_gpus(weights, index)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "rollout.engine=vllm: from now on, new weights reach the engine through host memory, which is "
+                    "slower, because a GPU has no room for them: %s; to leave more room, lower "
+                    "rollout.vllm.gpu_memory_utilization or set rollout.kv_cache_gb",
+                    error,
+                )
+                self._in_host_memory = WeightBuffers()
+        return self._in_host_memory.write(weights, index)
+
+    def _write_to_gpus(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
+        """Copy a bucket to all GPUs.
 
         Raises:
             torch.OutOfMemoryError: a GPU has no room for the buffer.
         """
-        places, num_bytes = places_of(weights)
+        first_names = _first_names(weights)
+        places, num_bytes = places_of({name: weights[name] for name in first_names.values()})
         slot = self._slot(index % NUM_BUFFERS, num_bytes)
         first, *others = slot.buffers
         total = sum(_sum_of_words(write_bytes(weights[name], first, offset)) for name, offset in places.items())
@@ -121,7 +149,8 @@ class DeviceBuffers:
             other[:num_bytes].copy_(first[:num_bytes])
         for device in self._devices:  # the reader has its own streams
             self._sharing.synchronize(device)
-        return describe(weights, places, index=index, digest=_as_text(total), handles=slot.handles)
+        all_places = {name: places[first_name] for name, first_name in first_names.items()}
+        return describe(weights, all_places, num_bytes, index=index, digest=_as_text(total), handles=slot.handles)
 
     def end_update(self) -> None:
         """Free the buffers, which vLLM's processes have closed."""
@@ -131,6 +160,8 @@ class DeviceBuffers:
     def close(self) -> None:
         """Free the buffers."""
         self.end_update()
+        if self._in_host_memory is not None:
+            self._in_host_memory.close()
 
     def _slot(self, number: int, num_bytes: int) -> _Slot:
         """Return a buffer of at least this size on each device."""
@@ -191,6 +222,15 @@ class DeviceReader:
                 raise EngineError(f"bucket {index} of the weights can't be opened by CUDA IPC: {error}") from None
             self._open[number] = known
         return known[1]
+
+
+def _first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map each name to the first name of the same tensor in memory; tied weights have several names."""
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        name: first.setdefault((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()), name)
+        for name, weight in weights.items()
+    }
 
 
 def checksum(memory: Tensor) -> str:

@@ -101,7 +101,7 @@ class WeightBuffers:
             data = write_bytes(weights[name], memory, offset)
             digest.update(data.numpy().data)
             digest.update(bytes(-len(data) % _ALIGNMENT))
-        return describe(weights, places, path=buffer.path, index=index, digest=digest.hexdigest())
+        return describe(weights, places, num_bytes, path=buffer.path, index=index, digest=digest.hexdigest())
 
     def end_update(self) -> None:
         """Do nothing: both processes keep the buffers mapped."""
@@ -213,13 +213,14 @@ def write_bytes(weight: Tensor, memory: Tensor, offset: int) -> Tensor:
 def describe(
     weights: Mapping[str, Tensor],
     places: Mapping[str, int],
+    num_bytes: int,
     *,
     index: int,
     digest: str,
     path: str = "",
     handles: Mapping[str, list[Any]] | None = None,
 ) -> BucketNote:
-    """Return the note of a bucket whose weights have these offsets."""
+    """Return the note of a bucket of some bytes whose weights have these offsets."""
     return BucketNote(
         path=path,
         index=index,
@@ -227,7 +228,7 @@ def describe(
         dtypes=[str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
         shapes=[list(weight.shape) for weight in weights.values()],
         offsets=[places[name] for name in weights],
-        num_bytes=sum(_aligned(weight.nbytes) for weight in weights.values()),
+        num_bytes=num_bytes,
         digest=digest,
         handles=dict(handles or {}),
     )

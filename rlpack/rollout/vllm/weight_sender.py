@@ -1,7 +1,7 @@
 """Send buckets of weights to vLLM's process, which loads one while the next is written.
 
-Buckets are in the memory of the GPUs that both use, if the process can open it (`device_buffers`), else in shared
-memory (`weight_buffers`).
+Buckets are in the memory of the GPUs that both use, if it has room and the process can open it (`device_buffers`), else
+in shared memory (`weight_buffers`).
 
 Invariants (tests/vllm/test_weights.py):
 
@@ -120,7 +120,6 @@ class WeightSender:
         Raises:
             BucketError: an earlier bucket was not loaded.
             EngineError: an earlier call has failed, or vLLM's process can't be reached.
-            torch.OutOfMemoryError: a GPU has no room for the buffer.
         """
         if self._has_failed:
             raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers, DeviceReader, Sharing, checksum
-from rlpack.rollout.vllm.weight_buffers import BucketNote
+from rlpack.rollout.vllm.weight_buffers import BucketNote, BucketReader
 from tests.unit.rollout.vllm.test_weight_buffers import DTYPES, SHAPES, same_bits, some_weights, values
 
 CPU = torch.device("cpu")
@@ -119,6 +119,67 @@ def test_every_gpu_of_the_engine_gets_the_bucket():
         EngineError, match=r"^bucket 0 of the weights is on the GPU GPU-1, GPU-2, but the engine's is X$"
     ):
         DeviceReader(CPU, ipc.sharing("X")).read(note, 0)
+
+
+def test_a_tied_weight_is_written_once_and_read_under_each_of_its_names():
+    writer, reader = pair(Ipc())
+    embedding, vector = torch.arange(64.0).view(8, 8), torch.arange(3)
+    named = {"embedding": embedding, "head": embedding.detach(), "vector": vector, "turned": embedding.t()}
+    note = writer.write(named, 0)
+    assert note.num_bytes == writer.num_bytes == 256 + 256 + 64  # other strides are another weight
+    assert note.offsets == [0, 0, 512, 256]
+    read = reader.read(note, 0)
+    assert list(read) == list(named)
+    assert all(same_bits(read[name], weight) for name, weight in named.items())
+
+
+def test_equal_weights_in_memory_of_their_own_are_written_both():
+    writer, reader = pair(Ipc())
+    note = writer.write({"a": torch.ones(16), "b": torch.ones(16)}, 0)
+    assert (note.num_bytes, note.offsets) == (128, [0, 64])
+    assert [weight.tolist() for weight in reader.read(note, 0).values()] == [[1.0] * 16] * 2
+
+
+def test_buckets_go_through_shared_memory_once_a_gpu_has_no_room(caplog: pytest.LogCaptureFixture):
+    ipc = Ipc()
+    sharing, attempts = ipc.sharing(), []
+
+    def export_small(buffer: Tensor) -> list[Any]:
+        attempts.append(len(buffer))
+        if len(buffer) > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 B")
+        return sharing.export(buffer)
+
+    writer = DeviceBuffers([CPU], sharing._replace(export=export_small))
+    on_gpu, on_cpu = DeviceReader(CPU, sharing), BucketReader()
+    for update, expected in ((1, [True, False, False, False]), (2, [False] * 4)):
+        read, are_on_gpu = [], []
+        for index, size in enumerate((16, 32, 16, 16)):
+            note = writer.write({"w": torch.full((size,), float(update))}, index)
+            are_on_gpu.append(bool(note.handles))
+            read.append((on_gpu if note.handles else on_cpu).read(note, index)["w"])
+            for tensor in read[-2:]:
+                assert tensor.unique().tolist() == [float(update)]
+        assert are_on_gpu == expected
+        on_gpu.end_update()
+        writer.end_update()
+        assert writer.num_bytes == 0
+    assert attempts == [64, 128]
+    (record,) = caplog.records
+    assert re.search(
+        r"through host memory, .* a GPU has no room for them: CUDA out of memory.* 128\.00 B; .*"
+        r"rollout\.vllm\.gpu_memory_utilization",
+        record.getMessage(),
+    )
+    writer.close()
+
+
+def test_the_memory_of_buffers_returns_to_the_gpu_after_an_update(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    DeviceBuffers([CPU]).end_update()
+    assert calls == ["ipc_collect", "empty_cache"]
 
 
 def flip(position: int) -> Callable[[Ipc], None]:
