@@ -86,7 +86,7 @@ def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[st
 def measured_lags(session: Session) -> range:
     """Return the lags whose tokens have separate metrics; none without a lead, or if the sampler filters."""
     is_filtered = session.config.rollout.top_k > 0 or session.config.rollout.top_p < 1
-    has_lags = session.config.trainer.lead > 0 and (session.config.algorithm.correction.measures or not is_filtered)
+    has_lags = session.config.trainer.lead > 0 and not is_filtered
     return session.config.trainer.measured_lags if has_lags else range(0)
 
 
