@@ -73,8 +73,8 @@ class WeightStream:
         specs = []
         for source, tensor in _weights(policy.uncut):
             if (name := name_of(source)) is not None:
-                keeps = dtype is None or source in buffers or not tensor.is_floating_point()
-                cast = tensor.dtype if keeps else dtype
+                is_cast = tensor.is_floating_point() and source not in buffers
+                cast = dtype if dtype is not None and is_cast else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
                 self._sources[name] = source
                 if is_large(tensor):
