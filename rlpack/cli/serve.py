@@ -7,6 +7,7 @@ from rlpack.cli.quiet_console import hide_progress_bars
 from rlpack.cli.serve_request import parser, serve_request
 from rlpack.config.errors import ConfigError
 from rlpack.models.errors import ModelError
+from rlpack.rollout.errors import EngineError
 
 
 def serve(arguments: list[str]) -> int:
@@ -18,6 +19,6 @@ def serve(arguments: list[str]) -> int:
         from rlpack.cli.serve_model import serve_model  # transformers takes seconds
 
         return serve_model(request)
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, EngineError, ModelError) as error:
         print_error("serve", str(error))
         return 2

@@ -67,6 +67,7 @@ def serve_request(parsed: argparse.Namespace, words: Sequence[str], environment:
 
     Raises:
         ConfigError: an option is wrong, vLLM is missing or doesn't fit, or the port is in use.
+        EngineError: the names of vLLM's arguments can't be read.
         ModelError: there is no such model.
     """
     arguments = vllm_arguments(words)

@@ -88,10 +88,11 @@ _READ: Mapping[str, type] = {
     **dict.fromkeys(("revision", "tokenizer"), str),
     "gpu_memory_utilization": float,
 }
-# Classes with the arguments, each an annotated attribute, in the installed vLLM's files. The frontend's file moved.
+# Classes with the arguments, each an annotated attribute, in the installed vLLM's files. The frontend's file moved in
+# 0.33; its newest place comes first.
 _ENGINE = (("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
 _FRONTEND = (
-    ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py"),
+    ("entrypoints/common/cli_args.py", "entrypoints/launchers/cli_args.py"),
     ("BaseFrontendArgs", "FrontendArgs"),
 )
 
@@ -181,7 +182,10 @@ def _names(files: Sequence[str], classes: Sequence[str], *, known: str) -> froze
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
-        raise EngineError(f"the engine arguments of vLLM can't be read from {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EngineError(
+            f"the arguments of vLLM can't be read from {path}: {reason}; rlpack works with vLLM {SUPPORTED}"
+        ) from error
     names = {
         statement.target.id
         for node in tree.body

@@ -37,9 +37,9 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.fixture(params=["launchers", "openai"])
-def installed(request, tmp_path_factory, monkeypatch) -> None:
-    """Put source files in the place of a vLLM that fits; the server's arguments have been in two files."""
+@pytest.fixture(params=["common", "launchers"])
+def installed(request, tmp_path_factory, monkeypatch) -> Path:
+    """Put source files in the place of a vLLM that fits, and return their folder; 0.33 moved the server's arguments."""
     root = tmp_path_factory.mktemp("vllm")
     for name, text in (("engine/arg_utils.py", ENGINE), (f"entrypoints/{request.param}/cli_args.py", FRONTEND)):
         (root / name).parent.mkdir(parents=True)
@@ -47,6 +47,7 @@ def installed(request, tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setattr("rlpack.rollout.vllm.argument_names.vllm_folder", lambda: root)
     monkeypatch.setattr(module, "installation_problem", lambda *, on_gpu: None)
     monkeypatch.setattr(module, "_on_gpu", lambda: False)
+    return root
 
 
 def request_of(*arguments: str, **environment: str):
@@ -171,6 +172,15 @@ def test_without_vllm_the_command_that_installs_it_is_printed(model, monkeypatch
 def test_a_missing_model_is_one_line_and_code_2(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "no")]) == 2
     assert capsys.readouterr().err.startswith(f"rlpack serve: '{tmp_path / 'no'}' is not a folder")
+
+
+def test_a_vllm_without_the_files_of_its_arguments_is_one_line_and_code_2(installed, model, capsys):
+    for file in installed.glob("entrypoints/*/cli_args.py"):
+        file.unlink()
+    assert main(["serve", model, "vllm.max_num_seqs=1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"rlpack serve: the arguments of vLLM can't be read from {installed}/entrypoints/common/cli")
+    assert ".py: No such file or directory; rlpack works with vLLM" in line
 
 
 @pytest.mark.parametrize(

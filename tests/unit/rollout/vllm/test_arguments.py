@@ -323,7 +323,7 @@ def test_results_that_a_run_does_not_read_are_refused_and_a_server_returns_them(
     (problem,) = argument_problems({name: True}, on_gpu=True)
     assert problem.startswith(f"rollout.vllm.{name}: vLLM would return the experts that it chose, which rlpack doesn't")
     assert "; remove it, and set actor.moe.replay_routing=true to replay those" in problem
-    frontend = path.parent.parent / "entrypoints" / "openai" / "cli_args.py"
+    frontend = path.parent.parent / "entrypoints" / "common" / "cli_args.py"
     frontend.parent.mkdir(parents=True)
     frontend.write_text("class BaseFrontendArgs:\n    chat_template: str | None = None\n")
     assert list(argument_problems({name: True}, on_gpu=True, section="vllm", own={}, of_server=True)) == []
