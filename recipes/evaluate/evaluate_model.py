@@ -103,16 +103,17 @@ def main(config: Config) -> None:
 
 @contextmanager
 def _log_in(output: Path) -> Iterator[None]:
-    """Append what the command logs to `run.log`; a refused evaluation leaves none, so its directory stays empty."""
+    """Append what the command logs to `run.log`; a refused evaluation leaves no new one, nor so a new directory."""
     log = current_log()
     if log is None or log.path is not None:
         yield
         return
+    is_new = not (output / LOG).exists()
     log.open(output / LOG)
     try:
         yield
     except BaseException:
-        if not (output / IDENTITY).exists():
+        if is_new and not (output / IDENTITY).exists():
             (output / LOG).unlink(missing_ok=True)
         raise
 

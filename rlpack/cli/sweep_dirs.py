@@ -1,6 +1,5 @@
 """The directory of a sweep, which Hydra creates before it composes the jobs."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,17 +10,19 @@ from omegaconf import DictConfig
 
 
 class SweepDir(Callback):
-    """A callback of Hydra that records the directory of the sweep that it composes.
+    """A callback of Hydra that records which directories it creates for the sweep that it composes.
 
     Attributes:
-        latest: the directory; None without a sweep.
+        created: the sweep's directory and those of its parents that didn't exist, from the inside out; empty if the
+            sweep's directory did, or without a sweep.
     """
 
-    latest: ClassVar[Path | None] = None
+    created: ClassVar[list[Path]] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Record the directory before Hydra creates it; an error of a job doesn't name it."""
-        SweepDir.latest = Path(config.hydra.sweep.dir).absolute()
+        """Record the directories before Hydra creates them; an error of a job doesn't name them."""
+        folder = Path(config.hydra.sweep.dir).absolute()
+        SweepDir.created = [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 # Hydra's override that adds the callback.
@@ -31,32 +32,27 @@ _OF_HYDRA = "multirun.yaml"
 
 @contextmanager
 def removed_if_refused() -> Iterator[None]:
-    """Remove the directory of a sweep that is refused inside the block, unless it holds more than Hydra creates."""
-    SweepDir.latest = None
+    """Remove what Hydra creates for a sweep that is refused inside the block: empty directories, and one file."""
+    SweepDir.created = []
     try:
         yield
     except BaseException:
-        if SweepDir.latest is not None:
-            with suppress(OSError):  # for example, it was never created
-                _remove(SweepDir.latest)
+        if SweepDir.created:
+            with suppress(OSError):  # for example, they were never created, or hold something else
+                _remove(SweepDir.created)
         raise
 
 
-def _remove(folder: Path) -> None:
-    """Remove a directory with nothing but Hydra's file and empty folders, and empty parents in the working directory.
+def _remove(created: list[Path]) -> None:
+    """Remove a sweep's directory with nothing but Hydra's file and empty jobs, and the parents created for it.
 
     Raises:
-        OSError: it can't be read or removed, or a parent isn't empty.
+        OSError: one can't be removed, because it isn't empty, for example.
     """
-    here = Path.cwd()
-    if here.is_relative_to(folder) or not all(map(_is_unused, folder.iterdir())):
-        return
-    shutil.rmtree(folder)
-    for parent in folder.parents:
-        if parent == here or not parent.is_relative_to(here):
-            return
-        parent.rmdir()
-
-
-def _is_unused(path: Path) -> bool:
-    return path.name == _OF_HYDRA or (path.is_dir() and not any(path.iterdir()))
+    sweep = created[0]
+    jobs = [path for path in sweep.iterdir() if path.name != _OF_HYDRA]
+    for job in jobs:
+        job.rmdir()
+    (sweep / _OF_HYDRA).unlink(missing_ok=True)
+    for folder in created:
+        folder.rmdir()

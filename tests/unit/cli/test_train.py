@@ -176,6 +176,14 @@ def test_a_refused_sweep_leaves_the_files_of_others(ran, tmp_path):
     assert (tmp_path / "mine" / "0" / "metrics.jsonl").exists()
 
 
+def test_a_refused_sweep_leaves_a_directory_that_was_there_before(ran, tmp_path):
+    (tmp_path / "mine" / "planned").mkdir(parents=True)
+    (tmp_path / "mine" / "link").symlink_to(tmp_path / "mine" / "planned")
+    assert main(["train", "-m", "seed=1,-2", "hydra.sweep.dir=mine"]) == 2
+    assert (tmp_path / "mine" / "planned").is_dir()
+    assert (tmp_path / "mine" / "link").is_symlink()
+
+
 def test_the_first_failing_job_ends_a_sweep(ran, capsys):
     ran.fails = DataError("prompts.jsonl:3: broken")
     assert main(["train", "-m", "seed=1,2"]) == 3

@@ -30,3 +30,10 @@ def test_the_log_of_an_evaluation_that_fails_later_is_kept(tmp_path: Path):
     with pytest.raises(ValueError, match="refused"):
         fail_in(tmp_path, has_begun=True)
     assert "a line" in (tmp_path / LOG).read_text()
+
+
+def test_a_log_that_was_there_before_is_kept(tmp_path: Path):
+    (tmp_path / LOG).write_text("mine\n")
+    with pytest.raises(ValueError, match="refused"):
+        fail_in(tmp_path, has_begun=False)
+    assert (tmp_path / LOG).read_text().startswith("mine\n")
