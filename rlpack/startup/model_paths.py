@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlpack.config.schema import Config
 from rlpack.installation import RAY_JOB
 
 # Keys that name a folder or a model of the Hub, by section.
 _NAMES = {"model": {"path", "tokenizer"}, "critic": {"path"}, "reward_model": {"path"}}
+KEYS = tuple(f"{section}.{name}" for section, names in _NAMES.items() for name in sorted(names))
 
 
 def with_absolute_models(config: Config, environment: Mapping[str, str]) -> Config:
@@ -32,6 +34,20 @@ def with_absolute_models(config: Config, environment: Mapping[str, str]) -> Conf
         if absolute != named:
             changes[section] = absolute
     return config.model_copy(update={name: sections[name].model_copy(update=paths) for name, paths in changes.items()})
+
+
+def is_same_model(before: object, now: object) -> bool:
+    """Return whether a resumed run loads the model that its checkpoint's configuration names.
+
+    Relative paths start at the working directory. If a stored absolute path no longer exists, its folder was moved, and
+    one of the same name is taken for it.
+    """
+    if not isinstance(before, str) or not isinstance(now, str):
+        return before == now
+    first, second = Path(_absolute(before)), Path(_absolute(now))
+    if first.is_dir() or not (first.is_absolute() and second.is_dir()):
+        return first == second or first.resolve() == second.resolve()
+    return first.name == second.name
 
 
 def _absolute(source: str) -> str:

@@ -14,6 +14,7 @@ from rlpack.config.roles import optimizers
 from rlpack.config.schema import Config
 from rlpack.counted import counted
 from rlpack.observe.run_dir import CHECKPOINTS, CONFIG, flat
+from rlpack.startup.model_paths import KEYS, is_same_model
 
 STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
 _PHASES = ("train", "sft_warmup")
@@ -212,6 +213,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
     """
     now = _fixed(without_secrets(config.model_dump(mode="json")))
     before = _fixed(saved | {"model": saved_model(saved)})
+    before |= {key: now[key] for key in KEYS if key in now and key in before and is_same_model(before[key], now[key])}
     differing = list(_other_values(before, now, config))
     differing += _other_ranks(saved, config)
     if config.algorithm.kl_coef > 0 and not has_reference:

@@ -1,4 +1,4 @@
-"""Relative folders of models: absolute for ranks."""
+"""Relative folders of models: absolute for ranks, and the same ones for a resumed run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from rlpack.config.schema import Config, Critic, Model, RewardModel
 from rlpack.installation import RAY_JOB
-from rlpack.startup.model_paths import with_absolute_models
+from rlpack.startup.model_paths import is_same_model, with_absolute_models
 
 
 @pytest.fixture
@@ -42,3 +42,24 @@ def test_everything_else_stays(path: str | None):
 @pytest.mark.usefixtures("folder")
 def test_a_submitted_job_keeps_the_paths_into_its_uploaded_files():
     assert with_absolute_models(named("mine"), {RAY_JOB: "{}"}) == named("mine")
+
+
+def test_other_spellings_of_a_folder_and_a_moved_folder_name_the_same_model(folder: Path, tmp_path: Path):
+    (folder / "link").symlink_to("mine")
+    mine = str(folder / "mine")
+    for before in ("mine", "./mine", "../here/mine", "~/mine", mine, str(folder / "link")):
+        assert is_same_model(before, mine)
+        assert is_same_model(mine, before)
+        assert is_same_model(before, "mine")
+    assert is_same_model("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert is_same_model(None, None)
+    assert is_same_model(str(tmp_path / "moved" / "mine"), mine)
+
+
+def test_another_folder_or_name_is_another_model(folder: Path, tmp_path: Path):
+    mine = str(folder / "mine")
+    (tmp_path / "there" / "mine").mkdir(parents=True)
+    for before in (str(tmp_path / "there" / "mine"), str(tmp_path / "gone" / "other"), "other/mine", None):
+        assert not is_same_model(before, mine)
+    assert not is_same_model("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")
+    assert not is_same_model(mine, None)

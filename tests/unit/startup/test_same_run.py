@@ -116,6 +116,16 @@ def test_a_run_of_a_version_without_a_tokenizers_revision_used_the_models(tmp_pa
         check("b/tokenizer", None)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"), [("mine", "./mine"), ("{folder}/mine", "mine"), ("{folder}/gone/mine", "mine")]
+)
+def test_a_model_whose_path_is_spelled_otherwise_or_was_moved_is_the_same(tmp_path, monkeypatch, before, now):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    saved = Config(model=Model(path=before.format(folder=tmp_path))).model_dump(mode="json")
+    check_same_run(saved, Config(model=Model(path=now)))
+
+
 @pytest.mark.parametrize(("before", "now"), [("mine", "other"), ("{folder}/mine", "{folder}/other")])
 def test_another_folder_of_a_model_is_refused(tmp_path, monkeypatch, before, now):
     (tmp_path / "mine").mkdir()
