@@ -38,11 +38,29 @@ def check_evaluation(config: Config, run: Config | None) -> None:
     check_role_sources(config)
     models = config if run is None else run
     ask_hub([*hub_models(models), *hub_datasets(config)])
-    check_model_files(models)
+    if run is None:
+        check_model_files(config)
+    else:
+        _check_models_of_run(run)
     check_model_settings(models)
     if run is None:
         _check_tokenizer(config)
     check_held_out(config)
+
+
+def _check_models_of_run(run: Config) -> None:
+    """Check the model and the tokenizer of a run, which an evaluation can't set."""
+    try:
+        check_model_files(run)
+    except ModelError as error:
+        named = [source for source in (run.model.path, run.model.tokenizer) if source is not None]
+        missing = [source for source in named if not os.path.exists(os.path.expanduser(source))]
+        if not missing or os.path.isabs(os.path.expanduser(missing[0])):
+            raise
+        raise ModelError(
+            f"{error}. {missing[0]!r} comes from the run's configuration; if it is a folder, it is relative to the "
+            "directory where the run was started: run the command there"
+        ) from error
 
 
 def check_path_of_run(source: str) -> None:
