@@ -1,5 +1,7 @@
 """Call the loss and the advantage function on example rows, as a step would: either may be a user's function."""
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from rlpack.config.schema import Config
 from rlpack.startup.function_sources import advantage_columns, uses_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.loss import PolicyGradientLoss
+
+logger = logging.getLogger(__name__)
+
+# What functions raise because of values, not of types or shapes.
+_DEPENDS_ON_VALUES = (ArithmeticError, AssertionError, ValueError, torch.linalg.LinAlgError)
 
 
 def check_algorithm(config: Config) -> None:
@@ -43,7 +50,8 @@ def _check_loss(config: Config) -> None:
 def _check_advantage(config: Config) -> None:
     """Call the advantage function on the rows of one step, unless it may read columns whose types aren't known.
 
-    Its numbers aren't checked: they depend on the rewards.
+    Its numbers aren't checked, and an error that values may cause is only a warning: the example rows aren't those of
+    the run.
     """
     settings, offered = config.algorithm, advantage_columns(config)
     find_advantage(settings.advantage, settings.advantage_arguments, offered)
@@ -58,12 +66,15 @@ def _check_advantage(config: Config) -> None:
         raise
     except Exception as error:  # the function may be a user's
         rows = f"{columns['rewards'].numel()} example rows, with rewards of 0 and 1,"
-        reason = f"whose call with {rows} failed: {describe_exception(error)}"
-        raise AlgorithmError(f"algorithm.advantage is {settings.advantage!r}, {reason}") from error
+        problem = f"algorithm.advantage is {settings.advantage!r}, whose call with {rows} failed: "
+        problem += describe_exception(error)
+        if not isinstance(error, _DEPENDS_ON_VALUES):
+            raise AlgorithmError(problem) from error
+        logger.warning("%s. If the rows of a step can't cause it, ignore this warning", problem)
 
 
 def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tensor]:
-    """Return those columns of a step whose types are known, [B]; rewards alternate between 0 and 1 in each group.
+    """Return those columns of a step whose types are known, [B]; values vary, and rewards alternate between 0 and 1.
 
     Args:
         config: the configuration.
@@ -71,7 +82,7 @@ def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tens
     """
     size = config.trainer.group_size
     rows = torch.arange(config.trainer.prompts_per_step * size)
-    lengths, rewards = torch.full_like(rows, config.rollout.max_new_tokens), (rows % size % 2).float()
+    lengths, rewards = 1 + rows % config.rollout.max_new_tokens, ((rows % size + rows // size) % 2).float()
     of_functions = [f"reward_{name}" for name in config.reward.functions]
     columns = {
         "rewards": rewards,
@@ -79,9 +90,9 @@ def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tens
         "group_ids": rows // size,
         "response_tokens": lengths,
         "response_lengths": lengths,
-        "prompt_lengths": torch.ones_like(rows),
-        "greedy_rewards": torch.zeros_like(rewards),
-        "kl_sum": torch.zeros_like(rewards, dtype=torch.float64),
+        "prompt_lengths": 1 + rows // size,
+        "greedy_rewards": (rows // size % 2).float(),
+        "kl_sum": 0.01 * rows.double(),
         **dict.fromkeys([*of_functions, "rewards_of_reward", "rewards_of_reward_model"], rewards),
     }
     return {name: column for name, column in columns.items() if offered is None or name in offered}

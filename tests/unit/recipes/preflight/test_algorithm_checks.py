@@ -87,8 +87,29 @@ def of_all(
     return rewards - kl_coef * kl_sum
 
 
-def test_an_advantage_function_gets_columns_as_in_a_step() -> None:
+def test_an_advantage_function_gets_columns_as_in_a_step(caplog: pytest.LogCaptureFixture) -> None:
     check("of_all", reward=Reward(functions={"correct": RewardFunction(function="tests.unit.rewards:correct")}))
+    assert not caplog.records
+
+
+def without_length(rewards: Tensor, response_lengths: Tensor) -> Tensor:
+    """Return what a regression on the length doesn't explain."""
+    terms = torch.stack([torch.ones_like(rewards), response_lengths.float()], 1)
+    return rewards - terms @ torch.linalg.solve(terms.T @ terms, terms.T @ rewards)
+
+
+def of_long_responses(rewards: Tensor, response_lengths: Tensor) -> Tensor:
+    if not (response_lengths > 10**6).any():
+        raise ValueError("no response is long")
+    return rewards
+
+
+def test_an_error_that_the_example_values_may_cause_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check("without_length")
+    assert not caplog.records
+    check("of_long_responses")
+    (record,) = caplog.records
+    assert "no response is long. If the rows of a step can't cause it, ignore this warning" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["group_relative", "opo", "remax", "reinforce_pp"])
