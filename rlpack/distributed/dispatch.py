@@ -110,10 +110,8 @@ def sharded(
     """
     if method is not None and not _is_in_class(method):  # columns, or a function that chooses them
         given = method.__name__ if isfunction(method) else repr(method)
-        raise TypeError(
-            f"@sharded({given}) doesn't name its argument; write @sharded(reads={given}), or @sharded() above another "
-            "decorator"
-        )
+        decorated = "; above another decorator, write @sharded()" if isfunction(method) else ""
+        raise TypeError(f"@sharded({given}) doesn't name its argument; write @sharded(reads={given}){decorated}")
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")
     if background and merge is not None:
