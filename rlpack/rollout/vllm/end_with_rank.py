@@ -10,11 +10,11 @@ so that the pool can be started again.
 import ctypes
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 # Environment variable of vLLM's processes with the process id of the rank.
 RANK_VARIABLE = "RLPACK_RANK_PID"
@@ -29,17 +29,23 @@ def end_with_rank() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != parent.pid:  # it has ended already
-        os._exit(1)
     rank = int(os.environ[RANK_VARIABLE])
-    if rank != parent.pid:
-        threading.Thread(target=_kill_after, args=(rank, parent.pid), name="rlpack-rank", daemon=True).start()
+    if rank == parent.pid:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != parent.pid:  # it has ended already
+            os._exit(1)
+    else:
+        # Not PR_SET_PDEATHSIG: it acts when the thread that started this process ends, and vLLM 0.33 starts workers
+        # from short-lived threads.
+        threading.Thread(target=_end_after, args=(rank, parent.pid), name="rlpack-rank", daemon=True).start()
 
 
-def _kill_after(rank: int, parent: int) -> None:
-    """Wait until the rank ends, then kill the parent, with which this process ends, too."""
-    with suppress(ProcessLookupError):  # it has ended already
-        descriptor = os.pidfd_open(rank)
-        select.select([descriptor], [], [])
-    os.kill(parent, signal.SIGKILL)
+def _end_after(rank: int, parent: int) -> None:
+    """Wait until the rank or the parent ends, then kill the parent and this process."""
+    with suppress(ProcessLookupError):  # the parent has ended already
+        parent_descriptor = os.pidfd_open(parent)
+        if os.getppid() == parent:  # else its id may be another process's by now
+            with suppress(ProcessLookupError):  # the rank has ended already
+                wait([os.pidfd_open(rank), parent_descriptor])
+            signal.pidfd_send_signal(parent_descriptor, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

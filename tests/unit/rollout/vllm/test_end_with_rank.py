@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 # ids and those of their parents.
 TREE = """
 import multiprocessing, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from rlpack.rollout.vllm.end_with_rank import RANK_VARIABLE, end_with_rank
 
 def run_model():
@@ -24,17 +26,37 @@ def run_model():
     print(os.getpid(), os.getppid(), flush=True)
     time.sleep(600)
 
-def start(target):
-    multiprocessing.get_context(sys.argv[2]).Process(target=target).start()
+def run_worker(is_ready):
+    end_with_rank()
+    is_ready.set()
+    time.sleep(600)
+
+def start(target, *arguments):
+    process = multiprocessing.get_context(sys.argv[2]).Process(target=target, args=arguments)
+    process.start()
+    return process
 
 def run_engine_core():
     for _ in range(2):
         start(run_model)
     time.sleep(600)
 
+def run_threads():
+    def start_worker():
+        is_ready = multiprocessing.get_context(sys.argv[2]).Event()
+        process = start(run_worker, is_ready)
+        is_ready.wait()
+        return process
+
+    with ThreadPoolExecutor(2) as pool:
+        workers = [started.result() for started in [pool.submit(start_worker) for _ in range(2)]]
+    ended = wait([worker.sentinel for worker in workers], 0.5)
+    print(len(ended), flush=True)
+    time.sleep(600)
+
 if __name__ == "__main__":
     os.environ[RANK_VARIABLE] = str(os.getpid())
-    start(run_model if sys.argv[1] == "one" else run_engine_core)
+    start({"one": run_model, "two": run_engine_core, "threads": run_threads}[sys.argv[1]])
     time.sleep(600)
 """
 
@@ -53,20 +75,38 @@ def alive_at_the_deadline(processes: list[psutil.Process]) -> list[psutil.Proces
     return [process for process in processes if is_running(process)]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize(("devices", "num_models"), [("one", 1), ("two", 2)])
-def test_all_processes_of_an_engine_end_with_a_killed_rank(tmp_path: Path, method: str, devices: str, num_models: int):
-    script = tmp_path / "rank.py"
+def start_rank(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    script = folder / "rank.py"
     script.write_text(TREE)
     variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
-    command = [sys.executable, str(script), devices, method]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as rank:
+    return subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, env=variables)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("devices", "num_models", "killed"), [("one", 1, "rank"), ("two", 2, "rank"), ("two", 2, "parent")]
+)
+def test_all_processes_with_a_model_end_with_their_rank_and_their_parent(
+    tmp_path: Path, method: str, devices: str, num_models: int, killed: str
+):
+    with start_rank(tmp_path, devices, method) as rank:
         assert rank.stdout is not None
-        lines = [rank.stdout.readline().split() for _ in range(num_models)]
-        processes = [psutil.Process(pid) for pid in {int(word) for line in lines for word in line} - {rank.pid}]
+        lines = [[int(word) for word in rank.stdout.readline().split()] for _ in range(num_models)]
+        processes = [psutil.Process(pid) for pid in {pid for line in lines for pid in line} - {rank.pid}]
         assert len(processes) == {"one": 1, "two": 3}[devices]
-        rank.send_signal(signal.SIGKILL)
+        os.kill(rank.pid if killed == "rank" else lines[0][1], signal.SIGKILL)
         left = alive_at_the_deadline(processes)
         for process in left:
             process.kill()
+        rank.kill()
     assert left == []
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_workers_outlive_the_threads_that_started_them(tmp_path: Path, method: str):
+    with start_rank(tmp_path, "threads", method) as rank:
+        assert rank.stdout is not None
+        num_ended = int(rank.stdout.readline())
+        for process in (*psutil.Process(rank.pid).children(recursive=True), rank):
+            process.kill()
+    assert num_ended == 0
