@@ -29,21 +29,23 @@ class Answer(NamedTuple):
     error: RayError | None
 
 
-def first_answer(refs: list[ray.ObjectRef], deadline: float) -> Answer | None:
-    """Return the first answer; None if none has arrived by the `time.monotonic()` time `deadline`.
+def arrived(refs: list[ray.ObjectRef], deadline: float) -> list[Answer]:
+    """Return all answers that have arrived, once there are any; [] at the `time.monotonic()` time `deadline`.
+
+    A value that its node doesn't deliver is left out.
 
     Raises:
         ClusterError: a daemon of Ray ended.
     """
-    done = answered(refs, deadline)
-    if not done:
-        return None
-    try:
-        return Answer(done[0], ray.get(done[0], timeout=max(_FETCH_S, deadline - time.monotonic())), None)
-    except GetTimeoutError:
-        return None
-    except RayError as error:
-        return Answer(done[0], None, error)
+    answers: list[Answer] = []
+    for ref in answered(refs, deadline):
+        try:
+            answers.append(Answer(ref, ray.get(ref, timeout=max(_FETCH_S, deadline - time.monotonic())), None))
+        except GetTimeoutError:
+            break
+        except RayError as error:
+            answers.append(Answer(ref, None, error))
+    return answers
 
 
 def answered(refs: list[ray.ObjectRef], deadline: float) -> list[ray.ObjectRef]:

@@ -20,14 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
-from rlpack.distributed.answers import first_answer
+from rlpack.distributed.answers import arrived
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.failures import (
     RankCall,
@@ -234,39 +234,61 @@ class RestartablePool(ABC):
         """
         pools = {self, *others}
         results: dict[ray.ObjectRef, Any] = {}
-        pending = [call.ref for call in calls]
+        pending = {call.ref: call for call in calls}
         earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
         limit_s = max(timeout_s, self._call_s) if earlier and began is not None else timeout_s
         deadline = (time.monotonic() if began is None or earlier else began) + limit_s
         while pending:
-            answer = first_answer([*earlier, *pending], deadline)
-            if answer is None:
-                late = list(earlier.values()) or [call for call in calls if call.ref in pending]
+            answers = arrived([*earlier, *pending], deadline)
+            if not answers:
+                late = list((earlier or pending).values())
                 raise self._missed(late, limit_s, pools, is_own=began is not None and not earlier)
-            ref, value, error = answer
-            if error is not None:
-                unfinished = [other for other in (*earlier, *pending) if other != ref]
-                under_way = [*earlier.values(), *calls]
-                call, cause = first_cause(under_way, ref, unfinished, error)
-                raise_if_ray_ended()  # of which deaths are consequences
-                if isinstance(cause, RayTaskError):  # maybe of a collective that a stopped process doesn't reach
-                    stopped = _end_stopped([one for one in under_way if one.ref in unfinished], pools)
-                    if stopped:
-                        explained = error_beside_stopped(call, cause, stopped)
-                        raise _killed(pools, _hung(stopped, pools), explained) from cause
-                dead = _pools_of_dead(cause, call, pools)
-                call = _call_of_dead_rank(cause, call, under_way, pools)
-                place = _place_of_dead(cause, call, pools)
-                raise _killed(pools, dead, self._failure(call, cause, earlier, place)) from cause
-            if earlier.pop(ref, None) is None:
-                results[ref] = value
-                pending.remove(ref)
-                continue
-            for pool in pools:
-                pool._submitted.record_answer(ref)
-            limit_s = limit_s if earlier else timeout_s
-            deadline = time.monotonic() + limit_s
+            for answer in answers:
+                if answer.error is not None:
+                    unfinished = [one for ref, one in {**earlier, **pending}.items() if ref != answer.ref]
+                    self._raise_failure(answer.ref, answer.error, earlier, calls, unfinished, pools)
+                call = earlier.pop(answer.ref, None)
+                if call is None:
+                    results[answer.ref] = answer.value
+                    del pending[answer.ref]
+                    continue
+                for pool in pools:
+                    pool._submitted.record_answer(call)
+                limit_s = limit_s if earlier else timeout_s
+                deadline = time.monotonic() + limit_s
         return [results[call.ref] for call in calls]
+
+    def _raise_failure(
+        self,
+        failed: ray.ObjectRef,
+        error: RayError,
+        earlier: dict[ray.ObjectRef, RankCall],
+        calls: list[RankCall],
+        unfinished: list[RankCall],
+        pools: set["RestartablePool"],
+    ) -> NoReturn:
+        """Kill pools and raise the failure of a rank, or the one that explains it.
+
+        Args:
+            failed: the first failed call that was noticed.
+            error: its error.
+            earlier: calls that hold up those that are waited for, by reference.
+            calls: the calls that are waited for.
+            unfinished: those of both that have no known answer, without the failed one.
+            pools: pools to kill.
+        """
+        under_way = [*earlier.values(), *calls]
+        call, cause = first_cause(under_way, failed, [other.ref for other in unfinished], error)
+        raise_if_ray_ended()  # of which deaths are consequences
+        if isinstance(cause, RayTaskError):  # maybe of a collective that a stopped process doesn't reach
+            stopped = _end_stopped(unfinished, pools)
+            if stopped:
+                explained = error_beside_stopped(call, cause, stopped)
+                raise _killed(pools, _hung(stopped, pools), explained) from cause
+        dead = _pools_of_dead(cause, call, pools)
+        call = _call_of_dead_rank(cause, call, under_way, pools)
+        place = _place_of_dead(cause, call, pools)
+        raise _killed(pools, dead, self._failure(call, cause, earlier, place)) from cause
 
     def _missed(
         self, late: list[RankCall], limit_s: float, pools: set["RestartablePool"], *, is_own: bool = False

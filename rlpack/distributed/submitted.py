@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, get_ident
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -44,6 +45,11 @@ class SubmittedCall:
     thread: int = field(default_factory=get_ident)
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def order(self) -> int:
+        """Return the place in the order of submission of all calls; -1 before the call is started."""
+        return self.calls[0].order if self.calls else -1
+
 
 @dataclass
 class SubmittedCalls:
@@ -51,6 +57,8 @@ class SubmittedCalls:
 
     _calls: dict[int, SubmittedCall] = field(default_factory=dict)
     _awaited: dict[int, SubmittedCall] = field(default_factory=dict)  # someone waits for their results
+    # By `SubmittedCall.order`, which a call that is started again changes.
+    _by_order: WeakValueDictionary[int, SubmittedCall] = field(default_factory=WeakValueDictionary)
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, submitted: SubmittedCall) -> None:
@@ -63,6 +71,7 @@ class SubmittedCalls:
         with self._lock:
             submitted.calls, submitted.unfinished = calls, {one.ref: one for one in calls}
             submitted.began = time.monotonic()
+            self._by_order[submitted.order] = submitted
 
     def forget_parts(self) -> None:
         """Forget the parts of all calls, whose ranks have ended: they hold up no call.
@@ -99,24 +108,25 @@ class SubmittedCalls:
                 for one in (*self._calls.values(), *self._awaited.values())
             )
 
-    def record_answer(self, ref: ray.ObjectRef) -> None:
+    def record_answer(self, call: RankCall) -> None:
         """Record that a rank has answered: it no longer holds up later calls."""
         with self._lock:
-            for submitted in self._calls.values():
-                submitted.unfinished.pop(ref, None)
+            submitted = self._by_order.get(call.order)
+            if submitted is not None:
+                submitted.unfinished.pop(call.ref, None)
 
     def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
         """Return the unfinished parts of the calls that were submitted before the last of `calls`."""
         last = max((call.order for call in calls), default=-1)
         ranks = {call.rank for call in calls}
         with self._lock:
-            every = [
-                one
+            return {
+                one.ref: one
                 for submitted in self._calls.values()
+                if submitted.order < last
                 for one in submitted.unfinished.values()
                 if submitted.call.ranks is None or one.rank in ranks
-            ]
-        return {one.ref: one for one in every if one.order < last}
+            }
 
     def names_in_background(self) -> list[str]:
         """Return the names of the calls that run in threads."""

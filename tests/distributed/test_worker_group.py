@@ -15,7 +15,7 @@ import torch
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed import restartable_pool
-from rlpack.distributed.answers import Answer, first_answer
+from rlpack.distributed.answers import Answer, arrived
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
@@ -191,12 +191,12 @@ def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups)
 def test_a_failure_names_the_earlier_call_in_which_another_rank_still_is(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ):
-    def last_first(refs: list[ray.ObjectRef], deadline: float) -> Answer | None:
+    def last_first(refs: list[ray.ObjectRef], deadline: float) -> list[Answer]:
         """Return the failure before rank 0's answer to the earlier call, as may happen when both arrive at once."""
         time.sleep(0.5)
-        return first_answer(refs[::-1], deadline)
+        return arrived(refs[::-1], deadline)
 
-    monkeypatch.setattr(restartable_pool, "first_answer", last_first)
+    monkeypatch.setattr(restartable_pool, "arrived", last_first)
     group = groups["loses_touch"]
     group.submit(Faulty.hang_over_rows_of, tiny_rollouts(UNEVEN), 1)
     with prompt_failure() as failure:

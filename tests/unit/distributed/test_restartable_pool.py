@@ -1,6 +1,7 @@
 """What a pool does after a death, without Ray: a test says what its ranks answer."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -8,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
 from rlpack.background_call import BackgroundCall
-from rlpack.distributed import restartable_pool
+from rlpack.distributed import answers, restartable_pool
 from rlpack.distributed.answers import Answer
 from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
@@ -82,7 +83,7 @@ def test_a_pool_that_can_be_started_again_is_so_after_each_kind_of_death(
     monkeypatch: pytest.MonkeyPatch, error: RayError, text: str, role: str
 ):
     processes, call = Processes(), call_of_rank(1, role)
-    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: Answer(call.ref, None, error))
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [Answer(call.ref, None, error)])
     with pytest.raises(LostRanksError) as lost:
         pool_of(processes)._wait([call], 60.0)
     assert (lost.value.error.role, lost.value.error.rank, processes.done) == (role, 1, [])
@@ -97,7 +98,7 @@ def test_a_pool_that_can_be_started_again_is_so_after_each_kind_of_death(
 def test_a_death_on_another_node_names_the_process_and_the_node(monkeypatch: pytest.MonkeyPatch, error: RayError):
     processes, call = Processes(), call_of_rank(1)
     processes.places = {"rank 0": RankPlace(7), "rank 1": RankPlace(4321, "10.0.0.2")}
-    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: Answer(call.ref, None, error))
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [Answer(call.ref, None, error)])
     with pytest.raises(LostRanksError, match=r"in generate: process 4321 on node 10\.0\.0\.2 (died|was killed)"):
         pool_of(processes)._wait([call], 60.0)
 
@@ -105,7 +106,7 @@ def test_a_death_on_another_node_names_the_process_and_the_node(monkeypatch: pyt
 def test_a_deadline_on_another_node_names_the_process_and_the_node(monkeypatch: pytest.MonkeyPatch):
     processes, call = Processes(), call_of_rank(1)
     processes.places = {"rank 1": RankPlace(4321, "10.0.0.2")}
-    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: None)
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [])
     with pytest.raises(LostRanksError, match=r"no answer from rank 1 \(process 4321 on node 10\.0\.0\.2\) within 60 s"):
         pool_of(processes)._wait([call], 60.0)
 
@@ -116,10 +117,24 @@ def test_a_death_outside_of_the_pool_is_no_death_of_its_rank(monkeypatch: pytest
     for cause in (died("another"), OutOfMemoryError(MEMORY)):
         error = RayTaskError("measure", "its traceback", cause).as_instanceof_cause()
         answer = Answer(call.ref, None, error)
-        monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline, answer=answer: answer)
+        monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline, answer=answer: [answer])
         with pytest.raises(RoleError, match="a process that the call got data from has ended: the process "):
             pool_of(processes)._wait([call], 60.0)
     assert processes.done == ["kill", "kill"]
+
+
+def test_answers_that_arrive_together_are_read_together(monkeypatch: pytest.MonkeyPatch):
+    """With a request to Ray for each of n answers, each about all that are left, a wait would take n² time."""
+    waits: list[int] = []
+
+    def wait(refs: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
+        waits.append(len(refs))
+        return refs[:num_returns], refs[num_returns:]
+
+    monkeypatch.setattr(answers, "ray", SimpleNamespace(wait=wait, get=lambda ref, timeout: f"answer to {ref}"))
+    calls = [call_of_rank(rank) for rank in range(64)]
+    assert pool_of(Processes())._wait(calls, 60.0) == [f"answer to reference {rank}" for rank in range(64)]
+    assert waits == [64, 63]
 
 
 @pytest.mark.parametrize("end", [RayRanks.end, RayRanks.kill])
@@ -130,11 +145,11 @@ def test_a_thread_that_waits_when_the_run_ends_does_not_start_the_pool_again(
     ranks = pool_of(processes)
     submitted = SubmittedCall(Call("rollout", "generate", [()], {}), 0, [call])
 
-    def answer(refs: Any, deadline: float) -> Answer:
+    def answer(refs: Any, deadline: float) -> list[Answer]:
         assert ended.wait(30)
-        return Answer(call.ref, None, died())
+        return [Answer(call.ref, None, died())]
 
-    monkeypatch.setattr(restartable_pool, "first_answer", answer)
+    monkeypatch.setattr(restartable_pool, "arrived", answer)
     waits = BackgroundCall(lambda: ranks._result(submitted), name="draw")
     end(ranks)
     ended.set()
@@ -180,7 +195,7 @@ def test_a_pool_that_waits_for_the_place_of_a_lost_node_says_so(
     processes, call = Processes(), call_of_rank(1, "pool generation")
     processes.lost = lost
     ranks = pool_of(processes)
-    monkeypatch.setattr(restartable_pool, "first_answer", lambda refs, deadline: None)
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [])
     monkeypatch.setattr(processes, "start_again", lambda finish: ranks._wait([call], 60.0))
     with pytest.raises(RoleError) as missed:
         ranks._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {ranks}), 1)

@@ -45,7 +45,7 @@ def test_of_calls_to_single_ranks_only_those_of_the_same_rank_hold_one_up():
 
 def test_a_rank_that_has_answered_holds_nothing_up():
     calls = submitted("first", "second")
-    calls.record_answer(parts("first", 0)[1].ref)
+    calls.record_answer(parts("first", 0)[1])
     assert list(calls.before(parts("third", 2))) == ["first 0", "second 0", "second 1"]
 
 
@@ -86,3 +86,27 @@ def test_ranks_are_busy_while_another_threads_foreground_call_is_in_progress():
         with calls.awaiting(first):
             assert other.submit(calls.keeps_busy, 0).result(timeout=10)
         assert not other.submit(calls.keeps_busy, 0).result(timeout=10)
+
+
+class CountedDict(dict[Any, Any]):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def values(self) -> Any:
+        self.reads += 1
+        return super().values()
+
+    def pop(self, *args: Any) -> Any:
+        self.reads += 1
+        return super().pop(*args)
+
+
+def test_calls_that_hold_nothing_up_are_not_searched():
+    """A step has thousands of scoring calls, so reading each of them for each of them would take minutes."""
+    calls = submitted("first", "second", *["slow"] * 20)
+    for one in calls.all():
+        one.unfinished = CountedDict(one.unfinished)
+    calls.record_answer(parts("first", 0)[0])
+    assert list(calls.before(parts("second", 1))) == ["first 1"]
+    assert [one.unfinished.reads for one in calls.all()] == [2, *[0] * 21]
