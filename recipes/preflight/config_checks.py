@@ -46,6 +46,7 @@ from rlpack.recipes.preflight.architecture_checks import (
     check_own_model,
     check_rollout_length,
 )
+from rlpack.recipes.preflight.length_warnings import length_warnings
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.recipes.preflight.template_warnings import template_warnings
@@ -96,8 +97,7 @@ def check_before_start(
     spec = recipe_of(config)
     if spec.generates:
         _check_end_of_sequence(config, tokenizer, model)
-    for warning in template_warnings(config, tokenizer, prompts):
-        logger.warning("%s", warning)
+    _warn_of_prompts(config, tokenizer, model, (prompts, held_out, *sets.values()))
     names = started_roles(config)
     _check_weight_patterns(config, model, tokenizer)
     for name in names:
@@ -154,13 +154,21 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
     if config.rollout.engine == "hf":  # computes in fp32
         check_expert_sizes(config, model, ())
     _check_end_of_sequence(config, tokenizer, model)
-    for warning in template_warnings(config, tokenizer, prompts):
-        logger.warning("%s", warning)
+    _warn_of_prompts(config, tokenizer, model, [prompts])
     for name in started_roles(config):
         check_role(name, config.roles[name], is_own=False, is_trained=False)
     _check_reward(config, prompts)
     _warn_of_unset_variables(config)
     check_resources(config)
+
+
+def _warn_of_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, splits: Sequence[Prompts]
+) -> None:
+    """Warn of prompts that are too long for the model, or lack its template; of the template, in the first split."""
+    lengths = length_warnings(config, model, splits) if recipe_of(config).generates else []
+    for warning in (*lengths, *template_warnings(config, tokenizer, splits[0])):
+        logger.warning("%s", warning)
 
 
 def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -64,6 +64,29 @@ def check_positions(model: PreTrainedModel, longest: int, keys: str) -> None:
         )
 
 
+def length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Return the longest row, in tokens, that a model was made for, and the config key that says so.
+
+    Types of RoPE that stretch positions by a factor are taken into account. Longer rows can be computed unless the
+    positions are a learned table, but the model has not been trained on them.
+
+    Returns:
+        None if the config has no number of positions.
+    """
+    settings = config.get_text_config().to_dict()
+    sizes = {name: settings[name] for name in POSITION_LIMITS if type(settings.get(name)) is int and settings[name] > 0}
+    if not sizes:
+        return None
+    name = min(sizes, key=lambda key: sizes[key])
+    limits = [float(sizes[name])]
+    for parameters in _rope_parameters(settings.get("rope_parameters") or settings.get("rope_scaling") or {}):
+        kind, factor = parameters.get("rope_type", parameters.get("type")), float(parameters.get("factor") or 1.0)
+        # The positions of other types are those after stretching, unless a user added the factor to a model's config.
+        start = sizes[name] if kind in ("linear", "dynamic") else parameters.get("original_max_position_embeddings")
+        limits.append((start or 0) * factor)
+    return name, int(max(limits))
+
+
 def frequency_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """Yield (rope type, longest row with constant frequencies) of each length-dependent rope of the model."""
     text = config.get_text_config()
