@@ -32,8 +32,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     """A mapping from names to columns; one row is one sequence.
 
     A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; all but tensors
-    [B] may be stored remotely (`RemoteColumn`). Columns of `rlpack.batch.fields` must have their declared kind
-    and dtype.
+    [B] may be stored remotely (`RemoteColumn`). Columns of `rlpack.batch.fields` have the kind and dtype given there.
 
     >>> batch = BatchedDataDict({"rewards": torch.tensor([0.5, 1.0]), "uid": ["a", "b"]})
     >>> batch.select([1])["uid"], batch.num_rows
@@ -178,9 +177,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def select(self, rows: Rows) -> "BatchedDataDict":
         """Return the rows at these positions (integers or a mask [B]), in this order.
 
-        Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids, which belong to no
-        row of a shard's batch, and there is no plan. Columns of consecutive rows share memory with the batch; others
-        are copies. Don't write to either in place.
+        Rows keep their ids and plan. If a row is selected twice, all rows get new ids, which belong to no shard, and no
+        plan. Columns of consecutive rows share memory with the batch: don't write to the result in place.
         """
         index = row_index(rows, self.num_rows)
         if np.unique(index).size != index.size:
@@ -262,12 +260,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
         plan = sharding.plan_by_batch_size(counts, shards, batch_size, sequence_packing, dynamic_batching)
         return self.shard(plan, lengths_from=lengths_from)
 
-    def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
-        """Return one batch per rank: its rows in dispatch order, its plan attached.
+    def shard(
+        self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids", ranks: Sequence[int] | None = None
+    ) -> list["BatchedDataDict"]:
+        """Return one batch per data rank, or per one of `ranks`: its rows in dispatch order, its plan attached.
 
         Dropped rows are in no shard. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
-        Without that column, the plan's lengths can't be checked against the batch's, and the plan must truncate no row.
-        As with `select`, columns of consecutive rows share memory with the batch: don't write to them in place.
+        Without that column, lengths aren't checked. As with `select`, don't write to the columns in place.
 
         Raises:
             DataError: the plan was made for other rows or other lengths.
@@ -275,7 +274,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
         """
         counts = self.token_counts(lengths_from).numpy() if lengths_from in self else None
         sharding.check_plan(plan, self.num_rows, counts, lengths_from)
-        return [self._shard(plan.rank_plan(rank), counts, lengths_from) for rank in range(plan.num_ranks)]
+        ranks = range(plan.num_ranks) if ranks is None else ranks
+        return [self._shard(plan.rank_plan(rank), counts, lengths_from) for rank in ranks]
 
     def _shard(self, plan: RankPlan, counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":
         """Return the rows of one rank."""

@@ -102,8 +102,8 @@ def sharded(
             a log-prob method and the update that compares with it, so that both get the same microbatches. Ignored if
             the call was given a plan (`with_plan`).
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
-            other processes or machines, take part in no collective, and return rows. A rank runs one such call of a
-            role at a time, or as many as the role's `background_threads`.
+            other processes or machines, take part in no collective, and return rows. Only ranks that get rows are
+            called. A rank runs one such call of a role at a time, or as many as the role's `background_threads`.
         merge: combines the results of the output ranks; by default they are batches whose rows are restored.
         needs_whole_groups: predicate on the method's other arguments: whether all rows of a group (`group_ids`) must
             be in one microbatch; by default they need not be.

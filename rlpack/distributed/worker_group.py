@@ -37,19 +37,19 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
-from rlpack.distributed.calls import Call, Pending, Relay
-from rlpack.distributed.column_contract import ColumnContract, Producers
+from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.column_contract import Producers
 from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of, own_version
 from rlpack.distributed.errors import PlacementError, RoleError
 from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.ranks_protocol import Ranks
 from rlpack.distributed.results import check_columns, restored
-from rlpack.distributed.usage import Usage
 from rlpack.packing import Batching, Cost, MicrobatchPlan, PackingError, make_plan
 from rlpack.spans import span
 
@@ -58,63 +58,6 @@ logger = logging.getLogger(__name__)
 W = TypeVar("W")
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Ranks(Protocol):
-    """The processes behind a group; `RayRanks` is the real one.
-
-    Attributes:
-        is_restartable: whether they are started again after a death or a hang.
-    """
-
-    is_restartable: bool
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of processes."""
-        ...
-
-    @property
-    def num_starts(self) -> int:
-        """Return how many times the processes were started: once, and again after each restart."""
-        ...
-
-    @property
-    def nodes(self) -> list[str]:
-        """Return the node of each process."""
-        ...
-
-    def after_restart(self, function: Callable[[], None]) -> None:
-        """Call a function after each restart of the processes, before calls are repeated."""
-        ...
-
-    def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on the ranks that it names; results are in the order of its output ranks."""
-        ...
-
-    def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
-        """Return which calls have answered, by their positions; [] if none has within `timeout_s` seconds."""
-        ...
-
-    def discard_submitted(self) -> list[str]:
-        """Drop the results that have not been requested, and return the names of their calls."""
-        ...
-
-    def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
-        """Pass values to all ranks of `target`, and keep them for `load_again`, if asked; return the last results."""
-        ...
-
-    def load_again(self, values: Sequence[Any], relays: Sequence[Relay]) -> list[Any]:
-        """Load values that an earlier `relay` has kept; return the last results."""
-        ...
-
-    def pop_usage(self, role: str) -> dict[str, Usage]:
-        """Return what the foreground calls of a role took since the last request, by method."""
-        ...
-
-    def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
-        """Start a function on every rank."""
-        ...
 
 
 class WorkerGroup(Generic[W]):
@@ -336,34 +279,33 @@ class WorkerGroup(Generic[W]):
         whole_groups = dispatch.needs_whole_groups is not None and dispatch.needs_whole_groups(*rest, **kwargs)
         plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches, whole_groups=whole_groups)
         batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
-        shards = [shard.keep(names) for shard in batch.shard(plan)]  # truncated rows are cut by input_ids
+        # A background call takes part in no collective, so ranks without rows don't need it.
+        data_ranks = _data_ranks_with_rows(plan) if dispatch.background else range(self.dp_size)
+        kept = [shard.keep(names) for shard in batch.shard(plan, ranks=data_ranks)]  # truncated rows: cut by input_ids
+        shards = dict(zip(data_ranks, kept, strict=True))
+        called = [rank for rank in range(self.num_ranks) if self.layout.dp_rank_of(rank) in shards]
         call = Call(
             self.role,
             method.__name__,
-            [(shards[self.layout.dp_rank_of(rank)], *rest) for rank in range(self.num_ranks)],
+            [(shards[self.layout.dp_rank_of(rank)], *rest) for rank in called],
             kwargs,
             returns_rows=dispatch.merge is None,
-            output_ranks=self.layout.output_ranks,
+            output_ranks=tuple(self.layout.output_ranks[rank] for rank in data_ranks),
             background=dispatch.background,
+            ranks=tuple(called) if dispatch.background else None,
         )
         pending = self.ranks.submit(call)
         if dispatch.merge is not None:
             return Pending(partial(self._merged, dispatch.merge, pending, call.method))
-        return Pending(lambda: self._restored(batch, shards, pending.result(), plan, call.method, columns))
 
-    def _restored(
-        self,
-        batch: BatchedDataDict,
-        shards: list[BatchedDataDict],
-        results: list[Any],
-        plan: MicrobatchPlan,
-        method: str,
-        columns: ColumnContract,
-    ) -> BatchedDataDict:
-        """Return the ranks' rows, checked, in the order of the batch."""
-        rows = restored(batch, shards, results, plan=plan, call=(self.role, method), ranks=self.layout.output_ranks)
-        check_columns(rows, columns, call=(self.role, method))
-        return rows
+        def result_rows() -> BatchedDataDict:
+            where = (self.role, call.method)
+            rows = restored(batch, kept, pending.result(), plan=plan, call=where, ranks=call.outputs)
+            check_columns(rows, columns, call=where)
+            return rows
+
+        # The answer to a background call says that it was started.
+        return Pending(result_rows, () if dispatch.background else pending.answers)
 
     def _merged(self, merge: Callable[[list[Any]], Any], pending: Pending[list[Any]], method: str) -> Any:
         """Merge the ranks' results with the role's merge function."""
@@ -392,6 +334,11 @@ class WorkerGroup(Generic[W]):
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class declares."""
         return dispatch_of(method if self._role_class is None else own_version(self._role_class, method))
+
+
+def _data_ranks_with_rows(plan: MicrobatchPlan) -> Sequence[int]:
+    """Return the data ranks to which a plan gives rows, in ascending order; the first one if there are no rows."""
+    return np.flatnonzero(plan.counts.sum(axis=1)).tolist() or [0]
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:

@@ -16,6 +16,7 @@ from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, Cost, PackingError
+from rlpack.testing import local_ranks as role_ranks
 from rlpack.worker import Worker
 from tests.builders import tiny_rollouts
 
@@ -320,3 +321,56 @@ def test_every_kind_of_call_can_be_submitted_and_waited_for_later():
     assert doublers.ranks.called == [2, 2, 2, 1]
     assert (alone.result(), rank.result(), steps.result()) == (2, 0, [3, 3])
     assert torch.equal(rows.result()["doubled"].values, 2 * batch["input_ids"].values)
+
+
+class Scorer(Worker):
+    @sharded(returns="rewards", background=True)
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return shard.keep([]).union({"rewards": shard["input_ids"].lengths.float()})
+
+    @sharded(returns="rewards")
+    def score_together(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self.score(shard)
+
+
+class RecordingRanks(role_ranks.LocalRanks):
+    """Keeps the calls."""
+
+    def __init__(self, size: int, layout: ParallelLayout | None = None) -> None:
+        super().__init__([Scorer] * size, layout=layout)
+        self.calls: list[Call] = []
+
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        self.calls.append(call)
+        pending = super().submit(call)
+        return Pending(pending.result, call.called)
+
+
+def test_a_background_call_goes_only_to_ranks_that_have_rows():
+    layout = ParallelLayout(dp_shard=4, tp=2)
+    ranks = RecordingRanks(8, layout)
+    scorers = WorkerGroup("scorer", ranks, Batching(), role_class=Scorer, layout=layout)
+    batch = tiny_rollouts(SIZES)
+    for rows, called in (([1, 4], 2), ([5], 1), ([], 1), (range(7), 4)):
+        part = batch.select(list(rows))
+        scored = scorers.run(Scorer.score, part)
+        assert scored["rewards"].tolist() == part["input_ids"].lengths.tolist()
+        assert scored.row_ids.tolist() == part.row_ids.tolist()
+        call = ranks.calls[-1]
+        assert len(call.args_of_rank) == len(call.called) == 2 * called
+        assert {layout.dp_rank_of(rank) for rank in call.called} == {layout.dp_rank_of(rank) for rank in call.outputs}
+    scorers.run(Scorer.score_together, batch.select([1]))  # may be a collective
+    assert ranks.calls[-1].called == tuple(range(8))
+
+
+def test_a_background_call_on_rows_that_the_plan_drops_goes_to_one_rank():
+    ranks = RecordingRanks(2)
+    scorers = WorkerGroup("scorer", ranks, Batching(max_tokens=8, overlong="drop"), role_class=Scorer)
+    assert scorers.run(Scorer.score, tiny_rollouts([(3, 9), (2, 16)])).num_rows == 2
+    assert [call.called for call in ranks.calls] == [(0,)]
+
+
+def test_only_a_call_that_runs_in_the_foreground_can_be_seen_to_end():
+    scorers = WorkerGroup("scorer", RecordingRanks(2), Batching(), role_class=Scorer)
+    assert scorers.submit(Scorer.score_together, tiny_rollouts(SIZES)).answers == (0, 1)
+    assert scorers.submit(Scorer.score, tiny_rollouts(SIZES)).answers == ()
