@@ -1,7 +1,8 @@
 """Interrupted rows keep what they sampled, and go on with the weights that the engine has then."""
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,32 @@ def test_rows_that_begin_during_an_interruption_wait(engine: VLLMEngine):
     engine.interrupt()
     begin(engine, PARAMS, after_s=0.0)
     assert engine.finished(1.0) == []
+    engine.resume()
+    assert len(answers(engine, PROMPTS.num_rows)) == PROMPTS.num_rows
+
+
+def test_requests_that_a_paused_vllm_refuses_are_sent_again(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch):
+    from rlpack.rollout.vllm import library
+
+    front_end, paused = engine._engine, asyncio.Event()
+    generate, pause_generation = front_end.generate, front_end.pause_generation
+
+    async def refuse_until_paused(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        if not paused.is_set():  # in transit until the pause, then refused, which vLLM does from 0.33 on
+            await paused.wait()
+            raise library.RetryableRequestError("Generation is paused.")
+        async for output in generate(*arguments, **options):
+            yield output
+
+    async def pause(**options: Any) -> None:
+        await pause_generation(**options)
+        paused.set()
+
+    monkeypatch.setattr(front_end, "generate", refuse_until_paused)
+    monkeypatch.setattr(front_end, "pause_generation", pause)
+    begin(engine, PARAMS, after_s=0.1)
+    engine.interrupt()
+    assert engine.finished(0.1) == []
     engine.resume()
     assert len(answers(engine, PROMPTS.num_rows)) == PROMPTS.num_rows
 

@@ -10,6 +10,9 @@ from vllm.engine.arg_utils import (  # pyright: ignore[reportMissingImports]
     AsyncEngineArgs as AsyncEngineArgs,
 )
 from vllm.exceptions import (  # pyright: ignore[reportMissingImports]
+    RetryableRequestError as RetryableRequestError,
+)
+from vllm.exceptions import (  # pyright: ignore[reportMissingImports]
     VLLMClientError as VLLMClientError,
 )
 from vllm.lora.request import (  # pyright: ignore[reportMissingImports]

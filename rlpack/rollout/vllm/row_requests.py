@@ -34,6 +34,10 @@ _ABORT_S = 1.0
 _PAUSE_S = 7200.0
 
 
+class RefusedError(EngineError):
+    """vLLM refused a request before it ran; it may be sent again."""
+
+
 class Row(NamedTuple):
     """A row to generate a response for.
 
@@ -50,7 +54,8 @@ class Row(NamedTuple):
     params: SamplingParams
 
 
-# Runs one request, a prompt and the arguments of `vllm.SamplingParams`, and returns its `vllm.RequestOutput`.
+# Runs one request, a prompt and the arguments of `vllm.SamplingParams`, and returns its `vllm.RequestOutput`. Raises
+# `RefusedError` if vLLM doesn't run it.
 Ask = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 
@@ -135,7 +140,8 @@ class RowRequests:
             if loop.time() >= deadline:
                 text = f"vLLM did not end {self._num_asking} interrupted requests within {_CONTROL_S / 2:g} s"
                 raise EngineError(text)
-            # Again for a request that was still in transit: vLLM aborts only those that it has.
+            # Again for a request that was still in transit: vLLM aborts only those that it has. Until it resumes, it
+            # refuses those that arrive (0.33), or lets them wait (0.32).
             await self._front_end.pause_generation(mode="abort", clear_cache=False)
             await self._front_end.resume_generation()
             await self._wait_for_ends(loop.time() + _ABORT_S)
@@ -187,6 +193,10 @@ class RowRequests:
             self._num_asking += 1
             try:
                 output = (await self._ask(prompt, sampling)).outputs[0]
+            except RefusedError:
+                if self._may_ask.is_set():
+                    raise
+                continue  # it reached vLLM during the pause of an interruption
             finally:
                 self._num_asking -= 1
             parts.append(output)

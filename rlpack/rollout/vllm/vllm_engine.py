@@ -34,7 +34,7 @@ from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.hangs import Hangs
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import check_sampling, prompt_logprobs, to_generations, to_prompt
-from rlpack.rollout.vllm.row_requests import Row, RowRequests
+from rlpack.rollout.vllm.row_requests import RefusedError, Row, RowRequests
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
@@ -375,6 +375,8 @@ class VLLMEngine:
                 f"request {name} got no response within rollout.request_timeout_s={self._request_timeout_s:g} s at "
                 f"policy version {self._policy_version}"
             ) from None
+        except library.RetryableRequestError as error:
+            raise RefusedError(f"vLLM refused request {name}: {error}") from error
         if final is None:
             raise EngineError(f"vLLM ended request {name} without a result")
         return final

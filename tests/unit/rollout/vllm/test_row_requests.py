@@ -11,7 +11,7 @@ import pytest
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.vllm import row_requests
-from rlpack.rollout.vllm.row_requests import Row, RowRequests
+from rlpack.rollout.vllm.row_requests import RefusedError, Row, RowRequests
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -22,7 +22,7 @@ class SimulatedVLLM:
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, Any]] | None = None, *, keeps_cache: bool = False) -> None:
         self.rows, self.salts = RowRequests(self, self.ask, str), list[str]()
         self.rows.keeps_cache = keeps_cache
-        self.arrives = asyncio.Event()
+        self.arrives, self.paused = asyncio.Event(), asyncio.Event()
         self.running: list[asyncio.Future[str]] = []
         self.aborts, self._ask, self.prompts = 0, ask, list[list[int]]()
 
@@ -40,6 +40,7 @@ class SimulatedVLLM:
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.aborts += 1
+        self.paused.set()
         self.end("abort")
 
     async def resume_generation(self) -> None:
@@ -88,6 +89,42 @@ def test_requests_that_do_not_end_are_an_error_at_the_deadline(monkeypatch: pyte
             await vllm.rows.interrupt()
 
     asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_a_request_that_reaches_a_paused_vllm_is_sent_again_after_the_interruption():
+    async def refused_once() -> None:  # as by vLLM from 0.33 on: it is on its way until the pause
+        if len(vllm.prompts) == 1:
+            await vllm.paused.wait()
+            raise RefusedError("vLLM refused request 1: generation is paused")
+
+    async def scenario() -> None:
+        await begun(vllm)
+        await vllm.rows.interrupt()
+        assert vllm.rows.finished(0.0) == []
+        await vllm.rows.resume(2)
+        await asyncio.sleep(0.01)
+        vllm.end("length")
+        await asyncio.sleep(0.01)
+        row = vllm.rows.finished(0.0)[0]
+        assert (row.failure, row.response.token_ids, row.policy_version) == ("", [9], 2)
+        assert vllm.prompts == [[5, 6], [5, 6]]
+
+    vllm = SimulatedVLLM(refused_once)
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_a_request_that_vllm_refuses_without_an_interruption_is_a_failed_row():
+    async def refused() -> None:
+        raise RefusedError("vLLM refused request 1: too busy")
+
+    async def scenario() -> None:
+        vllm = SimulatedVLLM(refused)
+        await begun(vllm)
+        await asyncio.sleep(0.01)
+        rows = vllm.rows.finished(0.0)
+        assert [(row.key, row.failure) for row in rows] == [(3, "vLLM refused request 1: too busy")]
+
+    asyncio.run(scenario())
 
 
 def test_a_request_that_vllm_cancels_is_a_failed_row_and_one_that_is_cancelled_here_is_none():
