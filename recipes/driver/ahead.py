@@ -69,13 +69,18 @@ from pathlib import Path
 
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.batch_files import check_lists
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import scores_apart
 from rlpack.distributed.errors import RoleError
 from rlpack.observe.metric_values import as_numbers
-from rlpack.recipes.driver.ahead_checkpoint import FOLDER, check_late_window, read_batches, write_batches
-from rlpack.recipes.driver.batch_lags import lags_of, num_tokens, versions_of
+from rlpack.recipes.driver.ahead_checkpoint import (
+    FOLDER,
+    check_late_window,
+    check_writable,
+    read_batches,
+    write_batches,
+)
+from rlpack.recipes.driver.batch_lags import num_tokens, report_lags, versions_of
 from rlpack.recipes.driver.batch_room import BatchRoom
 from rlpack.recipes.driver.draws import (
     Batch,
@@ -160,15 +165,9 @@ class AheadQueue:
             self._taken.check_end(self._session.config.trainer.prompts_per_step)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
         versions = self._taken.context.versions
-        lags = lags_of(
-            self._session, versions_of(self._session, rollouts) if versions is None else versions, step.number
-        )
+        report_lags(self._session, step, versions_of(self._session, rollouts) if versions is None else versions)
         self._begin_until(step.number + self._lead)
         self._num_tokens = num_tokens(rollouts)
-        step.lag = int(lags.max()) if lags.numel() else 0
-        step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
-        for lag in self._session.config.trainer.measured_lags:
-            step.metrics[f"rollout/lag_share/{lag}"] = float((lags == lag).sum() / max(1, lags.numel()))
         return Batch(rollouts, as_scored)
 
     def _rollouts_of(self, step: StepContext, own: StartedBatch) -> BatchedDataDict:
@@ -378,7 +377,7 @@ class AheadQueue:
         if self._late is None and context.versions is None:  # read now: later, ranks may be busy with an evaluation
             context.versions = versions_of(self._session, scored)
         if not self._is_checked:  # so that it fails at the first step rather than the first checkpoint
-            check_lists(self._session.store.fetch(scored))
+            check_writable(self._session, scored)
             self._is_checked = True
         return scored
 

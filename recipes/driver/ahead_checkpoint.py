@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.batch_files import read_batch, write_batch
+from rlpack.batch.batch_files import check_lists, read_batch, write_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Config
 from rlpack.recipes.driver.session import Session
@@ -18,6 +20,20 @@ from rlpack.recipes.driver.started_batch import StartedBatch
 from rlpack.safe_files import read_object
 
 FOLDER, LIST = "ahead", "ahead.json"
+
+
+def check_writable(session: Session, rollouts: BatchedDataDict) -> None:
+    """Raise if a checkpoint can't hold the lists of a batch, as far as the first row of each group shows.
+
+    Lists of the dataset are the same in all rows of a group. `write_batches` checks every row.
+
+    Raises:
+        DataError: see `check_lists`.
+    """
+    lists = rollouts.keep(rollouts.names_of("list"))
+    if "group_ids" in rollouts:
+        lists = lists.select(np.unique(rollouts["group_ids"].numpy(), return_index=True)[1])
+    check_lists(session.store.fetch(lists))
 
 
 def write_batches(

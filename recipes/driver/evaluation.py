@@ -15,6 +15,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.evaluation_sets import COLUMN
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
+from rlpack.recipes.driver.batch_lags import versions_of
 from rlpack.recipes.driver.displayed_texts import displayed_texts
 from rlpack.recipes.driver.engine_lifecycle import wake_engines
 from rlpack.recipes.driver.evaluations import EnginesOnly
@@ -158,12 +159,11 @@ def _check_versions(session: Session, step: StepContext, rollouts: BatchedDataDi
     Raises:
         StalenessError: one was.
     """
-    versions = session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
-    sampled, newest = versions[versions >= 0], session.rollout_weights.version
-    if sampled.numel() and not sampled.min() == sampled.max() == newest:
+    versions, newest = versions_of(session, rollouts), session.rollout_weights.version
+    if versions.keys() - {newest}:
         raise StalenessError(
-            f"the evaluation after step {step.number} has tokens of the policy versions {sampled.min()} to "
-            f"{sampled.max()}, and all have to be of {newest}, the newest; a recipe publishes weights by "
+            f"the evaluation after step {step.number} has tokens of the policy versions {min(versions)} to "
+            f"{max(versions)}, and all have to be of {newest}, the newest; a recipe publishes weights by "
             "`AheadQueue.publish`, which waits for evaluations",
             policy_version=newest,
         )

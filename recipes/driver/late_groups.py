@@ -19,7 +19,7 @@ ceil(k / p). No token is therefore older than
 
     lead + ceil((w - 1) / p) versions, which is lead + w - 1 with p = 1 (`Trainer.max_lag`).
 
-`AheadQueue.take` reads the versions of all tokens and checks this. With w = 1 nothing here is used.
+`AheadQueue.take` checks the versions of all tokens. With w = 1 nothing here is used.
 
 A batch of a step has between P - floor(share · P) and P + (w - 1) · floor(share · P) groups: the plan, the
 mini-batches (`mini_batch_rows`) and all denominators are computed from the rows that it actually has. Which groups
@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Trainer
+from rlpack.recipes.driver.batch_lags import with_equal_version_columns
 from rlpack.recipes.driver.groups_by_end import GroupsByEnd, concat_scored
 from rlpack.recipes.driver.reward_stages import report_rewards
 from rlpack.recipes.driver.rollout_stages import report_lengths
@@ -189,7 +190,7 @@ class LateGroups:
             metrics.update(_of_whole_batch(batch.context))
         self.batches = left
         of_prompts = {name: own.context.metrics[name] for name in _OF_PROMPTS & own.context.metrics.keys()}
-        return concat_scored(parts), metrics | of_prompts
+        return concat_scored(with_equal_version_columns(parts)), metrics | of_prompts
 
 
 def _of_whole_batch(context: StepContext) -> dict[str, float]:

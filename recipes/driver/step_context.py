@@ -70,7 +70,7 @@ class StepContext:
         responses: tokens that were generated in each of the plan's rows; None without generation.
         pending_metrics: functions that wait for a call whose result only metrics need, and record them, given the
             scored rows; ranks don't wait for the driver in between.
-        versions: policy versions of a batch's tokens, int32 [T], -1 for those of prompts; None if they aren't read yet.
+        versions: the number of a batch's sampled tokens by policy version; None if they aren't counted yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
         nonfinite_updates: of each trained role, how many optimizer steps had a gradient that isn't finite, and how many
@@ -85,7 +85,7 @@ class StepContext:
     plan: MicrobatchPlan | None = None
     responses: list[int] | None = None
     pending_metrics: list[Callable[[BatchedDataDict], None]] = field(default_factory=list)
-    versions: Tensor | None = None
+    versions: Mapping[int, int] | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
     nonfinite_updates: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ Neither format can run code when it is read.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def write_batch(batch: BatchedDataDict, folder: Path) -> None:
     lists = {name: column for name, column in batch.items() if isinstance(column, list)}
     check_lists(batch)
     folder.mkdir()
-    # clone: columns may share memory, which safetensors refuses to write
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
+    save_file(_without_shared_memory(tensors), folder / _TENSORS)
     ids = {_ROW_IDS: batch.row_ids.tolist(), _EXPLICIT: batch.has_explicit_ids}
     (folder / _LISTS).write_text(json.dumps({"columns": lists} | ids), encoding="utf-8")
 
@@ -89,6 +89,19 @@ def read_batch(folder: Path) -> BatchedDataDict:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"the batch in {folder} can't be read: {error}") from error
     return batch
+
+
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors; those in memory of an earlier one are cloned, as safetensors refuses shared memory."""
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        contiguous = tensor.contiguous()
+        if (storage := contiguous.untyped_storage().data_ptr()) in storages:
+            contiguous = contiguous.clone()
+        storages.add(storage)
+        separate[name] = contiguous
+    return separate
 
 
 def _survives_json(entry: Any) -> bool:

@@ -100,6 +100,8 @@ _TABLE = (
     Field("prompt_lengths", "per-row", torch.int64),
     Field("group_ids", "per-row", torch.int64),
     Field("policy_version", "per-token", torch.int32, padding=-1),
+    Field("oldest_version", "per-row", torch.int32),
+    Field("version_counts", "per-token", torch.int32),
     Field("seeds", "per-row", torch.int64),
     Field("rewards", "per-row", torch.float32),
     Field("quarantined", "per-row", torch.bool),

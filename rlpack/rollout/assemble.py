@@ -4,7 +4,8 @@ Invariants (tests/unit/rollout/test_assemble.py):
 
 1. `input_ids` of a row are its segments end to end, nothing added or left out;
 2. `response_mask` is true only on sampled tokens, because they were sampled and never because of their values;
-3. `rollout_logprobs` and `policy_version` belong to the same tokens as the mask, and are 0 and -1 elsewhere.
+3. `rollout_logprobs` and `policy_version` belong to the same tokens as the mask, and are 0 and -1 elsewhere;
+4. `oldest_version` and `version_counts` count the tokens of each row in `policy_version`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from rlpack.batch.copying import copy_runs
 from rlpack.batch.ragged import Ragged
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import TrajectoryBatch
+from rlpack.rollout.version_counts import version_columns
 
 
 def assemble(
@@ -30,8 +32,9 @@ def assemble(
     """Return the rollout batch, one row per trajectory.
 
     Columns: `input_ids`, `response_mask`, `rollout_logprobs`, `policy_version` (int32) per token; `prompt_lengths` (the
-    tokens before the first sampled segment), `response_lengths` (sampled tokens), `group_ids`,
-    `finish_reason`, `uid` per row. A row with an empty response has a mask that is all false.
+    tokens before the first sampled segment), `response_lengths` (sampled tokens), `group_ids`, `finish_reason`, `uid`
+    per row; and `oldest_version` and `version_counts` per row (`rlpack.rollout.version_counts`). A row with an empty
+    response has a mask that is all false.
 
     Args:
         trajectories: B rows.
@@ -52,12 +55,14 @@ def assemble(
     lengths = _sum_by_row(segments.lengths, trajectories)
     is_sampled = torch.ones_like(trajectories.logprobs, dtype=torch.bool)
     mask = Ragged(_spread(is_sampled, trajectories, 0), lengths)
+    versions = Ragged(_spread(trajectories.policy_versions, trajectories, -1), lengths)
     return BatchedDataDict(
         {
             "input_ids": Ragged(segments.values, lengths),
             "response_mask": mask,
             "rollout_logprobs": Ragged(_spread(trajectories.logprobs, trajectories, 0), lengths),
-            "policy_version": Ragged(_spread(trajectories.policy_versions, trajectories, -1), lengths),
+            "policy_version": versions,
+            **version_columns(versions),
             "prompt_lengths": _sum_by_row(segments.lengths * _is_leading(trajectories), trajectories),
             "response_lengths": mask.count_nonzero(),
             "group_ids": group_ids,

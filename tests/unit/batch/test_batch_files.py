@@ -4,9 +4,11 @@ import datetime
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from rlpack import safe_files
+from rlpack.batch import batch_files
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import read_batch, write_batch
 from rlpack.batch.errors import DataError
@@ -45,6 +47,33 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path):
             assert torch.equal(read[name].view(bits), column.view(bits)), name
         else:
             assert repr(read[name]) == repr(column), name
+
+
+def test_only_columns_in_memory_of_another_one_are_copied_before_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    places: dict[str, int] = {}
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        places.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        safetensors.torch.save_file(tensors, path)
+
+    monkeypatch.setattr(batch_files, "save_file", save_file)
+    values, lengths = torch.arange(6), torch.tensor([2, 1])
+    columns = {
+        "input_ids": Ragged(values[:3], lengths),
+        "rollout_logprobs": Ragged(torch.zeros(3), lengths),
+        "further": values[3:5],
+        "transposed": torch.arange(6).view(3, 2).t(),
+    }
+    write_batch(BatchedDataDict(columns), tmp_path / "batch")
+    assert places["input_ids:values"] == values.data_ptr()
+    assert places["input_ids:lengths"] == lengths.data_ptr()
+    assert places["rollout_logprobs:values"] == columns["rollout_logprobs"].values.data_ptr()
+    assert len(set(places.values())) == len(places)
+    read = read_batch(tmp_path / "batch")
+    assert [row.tolist() for row in read["input_ids"].rows()] == [[0, 1], [2]]
+    assert (read["further"].tolist(), read["transposed"].tolist()) == ([3, 4], [[0, 2, 4], [1, 3, 5]])
 
 
 def test_ids_that_nobody_passed_stay_so(tmp_path: Path):

@@ -43,6 +43,8 @@ def test_rows_are_prompts_followed_by_responses_with_every_column_aligned():
     assert rows_of(batch, "response_mask") == [[False, False, True, True], [False], [False, False, False, True]]
     assert rows_of(batch, "rollout_logprobs") == [[0, 0, -0.5, -1.0], [0], [0, 0, 0, -2.0]]
     assert rows_of(batch, "policy_version") == [[-1, -1, 3, 4], [-1], [-1, -1, -1, 4]]
+    assert batch["oldest_version"].tolist() == [3, -1, 4]
+    assert rows_of(batch, "version_counts") == [[[3, 1], [4, 1]], [], [[4, 1]]]
     assert batch["prompt_lengths"].tolist() == [2, 1, 3]
     assert batch["response_lengths"].tolist() == [2, 0, 1]
     assert batch["group_ids"].tolist() == [3, 3, 4]
@@ -113,6 +115,7 @@ def test_no_rows_make_an_empty_batch():
         batch = assemble(trajectories, group_ids=empty, uids=[], vocab_size=3)
         assert batch.num_rows == 0
         assert batch["policy_version"].values.dtype == torch.int32
+        assert (batch["oldest_version"].shape, batch["version_counts"].values.shape) == ((0,), (0, 2))
 
 
 @pytest.mark.parametrize(
