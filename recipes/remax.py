@@ -53,8 +53,10 @@ def draw(session: Session, step: StepContext) -> Batch:
     prompts = draw_prompts(session, step)
     sampled, greedy = PendingRewards(session.scorers), PendingRewards(session.scorers)
     with engines_awake(session, step):
-        rollouts = generate(session, step, prompts, sampled.submit)
-        generate_greedily(session, step, prompts, greedy.submit)
+        with sampled.collecting(session.config.rollout.engine):
+            rollouts = generate(session, step, prompts, sampled.submit)
+        with greedy.collecting(session.config.rollout.engine):
+            generate_greedily(session, step, prompts, greedy.submit)
 
     @WithoutEngines
     def score(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:

@@ -131,7 +131,7 @@ def draw_rollouts(session: Session, step: StepContext) -> Batch:
     """Generate the responses of one step; their rewards are computed in the background."""
     prompts = draw_prompts(session, step)
     rewards = PendingRewards(session.scorers)
-    with engines_awake(session, step):
+    with engines_awake(session, step), rewards.collecting(session.config.rollout.engine):
         rollouts = generate(session, step, prompts, rewards.submit)
     return Batch(rollouts, WithoutEngines(partial(collect_rewards, session, pending=rewards)))
 

@@ -74,7 +74,8 @@ def filter_overlong(step: StepContext, rollouts: BatchedDataDict, *, enabled: bo
 def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDataDict:
     """Return the rollouts of `count` new prompts with their rewards."""
     pending = PendingRewards(session.scorers)
-    rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
+    with pending.collecting(session.config.rollout.engine):
+        rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
     return collect_rewards(session, step, rollouts, pending)
 
 

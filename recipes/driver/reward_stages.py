@@ -1,6 +1,7 @@
 """Reward stages: scoring runs in the background, from the first generated part to the last log-prob."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,12 +23,16 @@ from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rewards.reward_result import FAILURES
+from rlpack.rollout.engine import STREAMING_ENGINES
 from rlpack.workers.reward import RewardWorker
 
 # Prefixes of the reward columns of single functions, and of single roles where several score.
 _OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
 
+
+# Rows per data rank that one call of a busy role collects at most, up to the last group.
+_ROWS_PER_RANK = 4
 
 # Called with the role and the plan of a part that is scored.
 OnScored = Callable[[str, MicrobatchPlan], None]
@@ -51,10 +56,54 @@ class RowRewards(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that one role is scoring, and the plan they are sharded by."""
+    """Rows that one role is scoring, the plan they are sharded by, and their ids."""
 
     pending: Pending[BatchedDataDict]
     plan: MicrobatchPlan
+    row_ids: np.ndarray
+
+
+class _RoleCalls:
+    """The calls of one scoring role for one batch, and rows that wait for one of them to end.
+
+    Attributes:
+        parts: the calls, in the order of submission.
+    """
+
+    def __init__(self, group: WorkerGroup[RewardWorker]) -> None:
+        self.group = group
+        self.parts: list[_Part] = []
+        self._running: list[Pending[BatchedDataDict]] = []
+        self._waiting: list[BatchedDataDict] = []
+
+    def add(self, rollouts: BatchedDataDict, *, collects: bool) -> None:
+        """Submit rows; with `collects`, let a few rows wait while the role is busy."""
+        self._waiting.append(rollouts)
+        num_rows = sum(rows.num_rows for rows in self._waiting)
+        if not collects or num_rows >= _ROWS_PER_RANK * self.group.dp_size or not self._is_busy():
+            self._submit_waiting()
+            if collects and self.parts[-1].pending.answers:  # a background call doesn't say when it ends
+                self._running.append(self.parts[-1].pending)
+
+    def end_collecting(self) -> None:
+        """Submit the rows that wait."""
+        self._running.clear()  # which would keep their results
+        if self._waiting:
+            self._submit_waiting()
+
+    def _submit_waiting(self) -> None:
+        """Submit the rows that wait as one call."""
+        row_ids = np.concatenate([rows.row_ids for rows in self._waiting])
+        rollouts = BatchedDataDict.concat(self._waiting) if len(self._waiting) > 1 else self._waiting[0]
+        self._waiting = []
+        plan = self.group.plan(rollouts)
+        self.parts.append(_Part(self.group.with_plan(plan).submit(RewardWorker.score, rollouts), plan, row_ids))
+
+    def _is_busy(self) -> bool:
+        """Return whether calls are running and none has ended since the last group."""
+        answered = self.group.ranks.wait_any(self._running, 0.0) if self._running else []
+        self._running = [pending for place, pending in enumerate(self._running) if place not in answered]
+        return bool(self._running) and not answered
 
 
 class PendingRewards:
@@ -67,18 +116,35 @@ class PendingRewards:
 
     def __init__(self, groups: Sequence[WorkerGroup[RewardWorker]]) -> None:
         """Keep the scoring roles; nothing is submitted yet."""
-        self._groups = groups
-        self._parts: list[list[_Part]] = [[] for _ in groups]
-        self._row_ids: list[np.ndarray] = []
+        self._calls = [_RoleCalls(group) for group in groups]
         self._names: set[str] = set()
+        self._collects = False
 
     def submit(self, rollouts: BatchedDataDict) -> None:
         """Submit rows to all roles."""
         self._names.update(rollouts)
-        self._row_ids.append(rollouts.row_ids)
-        for group, parts in zip(self._groups, self._parts, strict=True):
-            plan = group.plan(rollouts)
-            parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
+        for calls in self._calls:
+            calls.add(rollouts, collects=self._collects)
+
+    @contextmanager
+    def collecting(self, engine: str) -> Iterator[None]:
+        """Let groups that end while a role is busy share its next call; a block around the generation.
+
+        A call that all ranks make together takes about as long for one row as for one row per rank. While such calls
+        are running, rows wait until one of them has ended and the next group is submitted, until there are 4 rows per
+        data rank, or until the block ends. Background calls cost no rank without rows any time, so nothing waits.
+
+        Args:
+            engine: `rollout.engine`. One that generates in parts is reproducible bit for bit, and what shares a call
+                with a row may change its rounding, so each of its parts is a separate call.
+        """
+        self._collects = engine in STREAMING_ENGINES
+        try:
+            yield
+        finally:
+            self._collects = False
+        for calls in self._calls:
+            calls.end_collecting()
 
     def result(self, names: Iterable[str] = (), on_scored: OnScored = lambda role, plan: None) -> RowRewards:
         """Wait for all roles and return the rewards of all rows; call it once.
@@ -93,10 +159,10 @@ class PendingRewards:
             RoleError: a role failed, or returned something other than rewards.
         """
         of_roles: list[RowRewards] = []
-        role_columns = [f"{_OF_ROLE}{group.role}" for group in self._groups]
+        role_columns = [f"{_OF_ROLE}{calls.group.role}" for calls in self._calls]
         reserved = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *role_columns}
-        for group, parts in zip(self._groups, self._parts, strict=True):
-            of_roles.append(_rewards_of_role(group, parts, reserved, self._names, self._row_ids, on_scored))
+        for calls in self._calls:
+            of_roles.append(_rewards_of_role(calls.group, calls.parts, reserved, self._names, on_scored))
             reserved |= set(of_roles[-1].extras)
         valid = torch.stack([result.valid for result in of_roles]).all(0)
         rewards = torch.stack([result.rewards for result in of_roles]).sum(0)
@@ -206,7 +272,6 @@ def _rewards_of_role(
     parts: list[_Part],
     reserved: set[str],
     given: set[str],
-    row_ids: Sequence[np.ndarray],
     on_scored: OnScored,
 ) -> RowRewards:
     """Return one role's rewards of all parts, in order; rows that the role's plans dropped are not valid.
@@ -216,16 +281,15 @@ def _rewards_of_role(
         parts: its calls; they are removed as they end.
         reserved: names that columns added by the role can't have.
         given: names of the parts' columns.
-        row_ids: ids of the rows of each part, int64.
         on_scored: see `PendingRewards.result`.
     """
-    ids = np.concatenate(row_ids)
+    ids = np.concatenate([part.row_ids for part in parts])
     numbers = ids if np.unique(ids).size == ids.size else np.arange(ids.size)
     method = RewardWorker.score.__name__
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
     while parts:
-        pending, plan = parts.pop(0)  # drops the reference to the submitted rows
+        pending, plan, _ = parts.pop(0)  # drops the reference to the submitted rows
         results.append(pending.result())
         on_scored(group.role, plan)
         first_row = sum(map(len, planned))

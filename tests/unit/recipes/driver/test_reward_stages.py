@@ -1,9 +1,10 @@
 """The driver combines the rewards of scoring roles; with processes: tests/distributed/test_worker_group.py."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from tests.builders import tiny_rollouts
-from tests.unit.recipes.driver.sessions import run_of, session_of, set_group
+from tests.unit.recipes.driver.sessions import AnsweringGroup, run_of, session_of, set_group
 
 
 def scored_by(session: Session, *parts: BatchedDataDict, step: StepContext | None = None) -> BatchedDataDict:
@@ -240,3 +241,95 @@ def test_the_rate_of_a_reward_model_is_logged_though_batches_are_drawn_ahead_of_
         pytest.approx(18e9 / 1e12),
         None,
     ]  # of batches 1 and 2, 3, and none
+
+
+class BusyRanks:
+    """Ranks whose calls are running until they are in `answered`."""
+
+    def __init__(self) -> None:
+        self.answered: set[int] = set()
+
+    def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
+        return [place for place, one in enumerate(pending) if self.answered.intersection(one.answers)]
+
+
+def scores_of_lengths(batch: BatchedDataDict) -> BatchedDataDict:
+    return lengths_as_rewards(batch).drop(["length"])
+
+
+class BusyGroup(AnsweringGroup):
+    """A role of two data ranks, whose calls answer (`is_background=False`) or don't say when they end."""
+
+    def __init__(self, role: str, *, is_background: bool = False) -> None:
+        super().__init__(role, Batching(), {"score": scores_of_lengths})
+        self.dp_size, self.ranks, self.is_background = 2, cast(Any, BusyRanks()), is_background
+        self.scored: list[list[int]] = []
+
+    def submit(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.scored.append(args[0].row_ids.tolist())
+        answers = () if self.is_background else (len(self.scored),)
+        return Pending(partial(self.run, method, *args, **kwargs), answers)
+
+
+def busy_session(tmp_path: Path) -> tuple[Session, BusyGroup, BusyGroup]:
+    session, model, judge = session_of(tmp_path), BusyGroup("reward_model"), BusyGroup("judge", is_background=True)
+    session.groups |= {"reward": cast(Any, model), "judge": cast(Any, judge)}
+    return session, model, judge
+
+
+def test_groups_that_end_while_a_role_is_busy_share_its_next_call(tmp_path: Path):
+    session, model, judge = busy_session(tmp_path)
+    rollouts = tiny_rollouts([(1, 1 + row % 5) for row in range(28)])
+    groups, pending = [rollouts.select([row, row + 1]) for row in range(0, 28, 2)], PendingRewards(session.scorers)
+    with pending.collecting("vllm"):
+        pending.submit(groups[3])
+        assert model.scored == [[6, 7]], "an idle role gets a group at once"
+        pending.submit(groups[0])
+        pending.submit(groups[2])
+        assert model.scored[1:] == []
+        model.ranks.answered = {1}
+        pending.submit(groups[1])
+        assert model.scored[1:] == [[0, 1, 4, 5, 2, 3]], "it gets all that wait once it has answered"
+        for group in groups[4:9]:
+            pending.submit(group)
+        assert model.scored[2:] == [[8, 9, 10, 11, 12, 13, 14, 15]], "or once there are 4 rows for each of 2 ranks"
+        model.ranks.answered = {1, 2}  # of two calls that were running
+        pending.submit(groups[9])
+        assert model.scored[3:] == [[16, 17, 18, 19]]
+        model.ranks.answered = {1, 2, 3, 4}
+        pending.submit(groups[10])
+        assert model.scored[4:] == [[20, 21]]
+        pending.submit(groups[11])
+        pending.submit(groups[12])
+    assert model.scored[5:] == [[22, 23, 24, 25]], "no row waits once all are generated"
+    pending.submit(groups[13])
+    assert model.scored[6:] == [[26, 27]]
+    assert judge.scored == [groups[place].row_ids.tolist() for place in (3, 0, 2, 1, *range(4, 14))]
+    scored = collect_rewards(session, session.begin_step(1), rollouts, pending)
+    whole = scored_by(session, rollouts)
+    for name in ("rewards", "valid", "rewards_of_reward_model", "rewards_of_judge"):
+        assert torch.equal(scored[name].nan_to_num(-1.0), whole[name].nan_to_num(-1.0))
+
+
+def test_parts_of_an_engine_that_is_reproducible_are_separate_calls(tmp_path: Path):
+    session, model, _ = busy_session(tmp_path)
+    pending, rollouts = PendingRewards(session.scorers), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+    with pending.collecting("hf"):
+        for part in rollouts.split([1, 1, 1]):
+            pending.submit(part)
+    assert model.scored == [[0], [1], [2]]
+
+
+def test_rows_that_wait_are_not_submitted_after_a_generation_that_failed(tmp_path: Path):
+    session, model, _ = busy_session(tmp_path)
+    pending, rollouts = PendingRewards(session.scorers), tiny_rollouts([(2, 4), (3, 9)])
+
+    def generate() -> None:
+        with pending.collecting("vllm"):
+            for part in rollouts.split([1, 1]):
+                pending.submit(part)
+            raise RuntimeError("an engine failed")
+
+    with pytest.raises(RuntimeError, match="an engine"):
+        generate()
+    assert model.scored == [[0]]
