@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Columns that a rollout batch gets later; a dataset's column of the same name would be mistaken for the later one.
 _RESERVED = frozenset(FIELDS) | {COLUMN}
-# Share of the store's budget that datasets may occupy; the rest is for the batches of a step.
+# Share that datasets may occupy of the room for the driver's own batches; the rest is for the batches of a step.
 _STORE_SHARE = 0.25
 # Bytes of a block of tokens, which is sent to each node as a whole.
 _BLOCK_BYTES = 2**20
@@ -65,8 +65,8 @@ class Split:
 
 
 def cache_splits(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
-    """Return the splits, whose tokens and texts are cached within a quarter of the store's byte budget."""
-    byte_budget = ByteBudget(_STORE_SHARE * store.budget)
+    """Return the splits, whose tokens and texts are cached within a quarter of the room for the driver's batches."""
+    byte_budget = ByteBudget(_STORE_SHARE * store.offload_limit())
     return [Split(split, tokenizer, store, byte_budget) for split in splits]
 
 

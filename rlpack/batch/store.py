@@ -75,8 +75,16 @@ class Store(Protocol):
         """Declare that, inside the block, this thread waits for all others and releases no lease."""
         ...
 
-    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
-        """Return the batch with its payloads stored, under the current lease or permanently."""
+    def offload_limit(self) -> float:
+        """Return the maximum number of bytes of this process's own batches that may be stored at once."""
+        ...
+
+    def offload(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with its payloads stored under the current lease."""
+        ...
+
+    def offload_permanently(self, batch: BatchedDataDict) -> BatchedDataDict | None:
+        """Return the batch with its payloads stored under no lease; None if there is no room for them."""
         ...
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
@@ -134,7 +142,15 @@ class LocalStore:
         """Do nothing."""
         return nullcontext()
 
-    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+    def offload_limit(self) -> float:
+        """Return infinity: there is no limit."""
+        return math.inf
+
+    def offload(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch itself."""
+        return batch
+
+    def offload_permanently(self, batch: BatchedDataDict) -> BatchedDataDict | None:
         """Return the batch itself."""
         return batch
 

@@ -30,12 +30,12 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import offload
+from rlpack.batch.offload import OffloadedBatch, Payload, offload
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError, in_units
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, RowSource, for_node
 from rlpack.distributed.ray_internals import stores
-from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases, no_lease
+from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class _Claim:
 
 def _room_of_ray() -> Room:
     return ask_ray(stores)
+
+
+def _own_node() -> str:
+    return ray.get_runtime_context().get_node_id()
 
 
 class RayStore:
@@ -294,22 +298,32 @@ class RayStore:
                 if not claim.leases:
                     handle.free(f"at the end of {lease.name}")
 
-    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
-        """Store the driver's own tokens and texts, under the current lease or, `permanent`, under none.
+    def offload_limit(self) -> float:
+        """Return the maximum number of bytes that `offload` may store at once: all of them are on the driver's node."""
+        return self.room([_own_node()])
+
+    def offload(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Store the driver's own tokens and texts under the current lease.
 
         Raises:
             StoreFullError: there is no room for them.
         """
-        if permanent:
-            with no_lease():
-                return self.offload(batch)
         offloaded, payloads = offload(batch)
-        node = ray.get_runtime_context().get_node_id()
+        node = _own_node()
         with self.reserve({node: sum(offloaded.sizes)}, DRIVER, "offload") as room:
-            sized = zip(payloads, offloaded.sizes, strict=True)
-            return offloaded.with_handles(
-                [room.keep(ray.put(payload), size, node, None, (DRIVER, None)) for payload, size in sized]
-            )
+            return _put(offloaded, payloads, node, room)
+
+    def offload_permanently(self, batch: BatchedDataDict) -> BatchedDataDict | None:
+        """Store the driver's own tokens and texts under no lease; without waiting, return None if there is no room."""
+        offloaded, payloads = offload(batch)
+        node = _own_node()
+        sizes = {node: sum(offloaded.sizes)}
+        with self._changed:
+            if self._shortage(sizes, self._room()).size > 0:
+                return None
+            reservation = Reservation(self, self._claim(sizes, None))
+        with reservation as room:
+            return _put(offloaded, payloads, node, room)
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch with all of its columns in this process; meant for a few rows to show, not for a whole step.
@@ -371,3 +385,10 @@ class Reservation:
             for lease in claim.leases or ():
                 lease.handles.add(handle)
         return handle
+
+
+def _put(offloaded: OffloadedBatch, payloads: list[Payload], node: str, room: Reservation) -> BatchedDataDict:
+    """Put the payloads of a batch into the store of the driver's node, in room that is reserved for them."""
+    sized = zip(payloads, offloaded.sizes, strict=True)
+    handles = [room.keep(ray.put(payload), size, node, None, (DRIVER, None)) for payload, size in sized]
+    return offloaded.with_handles(handles)

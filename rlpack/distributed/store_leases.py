@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -132,13 +132,3 @@ def current_leases() -> Iterator[StoreLease]:
     while lease is not None:
         yield lease
         lease = lease.outer
-
-
-@contextmanager
-def no_lease() -> Iterator[None]:
-    """Store payloads without a lease inside this block."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -123,13 +124,13 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
 
     cache = DatasetCache(store, ByteBudget(1e6), 700, load)
     with store.lease("a step"):
-        first = cache.rows(torch.tensor([699, 3, 3, 300]).numpy())
+        first = cache.rows(np.array([699, 3, 3, *[300] * 32]))
     held = store.in_flight
     with store.lease("a step"):
-        assert cache.rows(torch.tensor([5]).numpy())["uid"] == ["5"]
+        assert cache.rows(np.array([5] * 35))["uid"] == ["5"] * 35
         found = store.fetch(groups["packed"].run(Echo.times, first, 2))
     assert found["times"].values.tolist() == [
-        2 * token for row in (699, 3, 3, 300) for token in range(3 * row, 3 * row + 3)
+        2 * token for row in (699, 3, 3, *[300] * 32) for token in range(3 * row, 3 * row + 3)
     ]
     assert loads == [256, 256, 188]
     assert store.in_flight == held

@@ -52,6 +52,45 @@ def test_leases_have_the_room_of_their_nodes_within_the_budget_without_what_is_p
         assert (dataset.is_readable, part.is_readable) == (True, True)
 
 
+@pytest.fixture
+def driver_on_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        def get_node_id(self) -> str:
+            return "a"
+
+    monkeypatch.setattr(ray_store.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(ray_store.ray, "put", lambda _: "a reference")
+
+
+ROWS = BatchedDataDict({"input_ids": Ragged(torch.zeros(100, dtype=torch.int64), torch.full((25,), 4))})  # 1,000 bytes
+
+
+@pytest.mark.usefixtures("driver_on_a")
+def test_the_drivers_own_batches_have_the_room_of_its_node():
+    assert store_of(None, room={"a": (GB, GB), "b": (9 * GB, 9 * GB)}).offload_limit() == pytest.approx(0.8 * GB)
+    assert store_of(0.5 * GB).offload_limit() == pytest.approx(0.5 * GB)
+
+
+@pytest.mark.usefixtures("driver_on_a")
+def test_rows_are_stored_permanently_if_their_node_has_room_for_them_now():
+    room = {"a": (2000, 2000), "b": (GB, GB)}  # 1,600 bytes on a before Ray spills
+    store = store_of(None, room=room)
+    with store.lease("a step") as lease:
+        kept = store.offload_permanently(ROWS)
+        assert kept is not None
+        assert (store.in_flight, lease.held_bytes) == (1000, 0)
+        assert store.offload_permanently(ROWS) is None  # without waiting for the room of others
+        assert store.in_flight == 1000
+    assert store.in_flight == 1000
+    del kept
+    gc.collect()
+    assert store.in_flight == 0
+    with store.lease("a step"):
+        rows = store.offload(ROWS)
+        assert store.offload_permanently(ROWS) is None  # nor for the end of the step
+    assert rows.num_rows == 25
+
+
 def test_a_lease_counts_what_it_holds_and_the_most_that_it_held():
     store = store_of()
     with store.lease("a step") as lease:

@@ -329,7 +329,7 @@ class OffloadingStore(LocalStore):
         self.parts: list[Any] = []
         self.fetched: list[str] = []
 
-    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+    def offload(self, batch: BatchedDataDict) -> BatchedDataDict:
         offloaded, self.parts = offload(batch)
         return offloaded.with_handles(range(len(self.parts)))
 

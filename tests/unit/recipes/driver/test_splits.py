@@ -3,10 +3,17 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 
 from rlpack.batch.errors import DataError
+from rlpack.batch.offload import offload_size
+from rlpack.batch.ragged import Ragged
+from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Config, Data, Evaluation, EvaluationSet, SFTWarmup
-from rlpack.recipes.driver.splits import load_sets, load_splits
+from rlpack.data.examples import Example
+from rlpack.data.prompts import Prompts
+from rlpack.data.tokenization import character_tokenizer
+from rlpack.recipes.driver.splits import cache_splits, load_sets, load_splits
 from rlpack.startup.dataset_checks import check_datasets
 from tests.builders import tiny_config
 
@@ -27,6 +34,32 @@ def data(tmp_path):
 
 def with_recipe(data: Data, **sections) -> Config:
     return tiny_config(data=data, sft_warmup=SFTWarmup(steps=2), **sections)
+
+
+class SmallStore(LocalStore):
+    """Has a large budget, and little room on the driver's node."""
+
+    budget = 1e12
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.num_permanent = limit, 0
+
+    def offload_limit(self) -> float:
+        return self.limit
+
+    def offload_permanently(self, batch):
+        self.num_permanent += 1
+        return batch
+
+
+def test_datasets_are_cached_within_a_quarter_of_the_room_of_the_drivers_node():
+    prompts = Prompts([Example(str(n), "1=") for n in range(40)], Ragged.from_rows([[1]] * 40, torch.int64))
+    size = offload_size(prompts.batch(np.arange(40)))
+    stores = [SmallStore(limit) for limit in (4 * size - 4, 4 * size)]
+    for store in stores:
+        (split,) = cache_splits(store, character_tokenizer("1="), prompts)
+        assert split.batch(np.array([39, 2]))["uid"] == ["39", "2"]
+    assert [store.num_permanent for store in stores] == [0, 1]
 
 
 def test_a_warm_up_needs_demonstrations_only_to_train(data):
