@@ -54,6 +54,8 @@ MOST_REPEATS = 3
 _SLACK_S = 30.0
 # Longest wait of the driver between two looks at the calls.
 _WAIT_S = 10.0
+# Answered rows that are kept together; a group that becomes complete is selected from all parts with rows of it.
+_PART_ROWS = 32
 
 
 class _CallUnderWay(NamedTuple):
@@ -128,7 +130,7 @@ class Router:
         # Rows of one group each: all of them, or those that failed together.
         firsts = np.cumsum(self._left)[:-1]
         self._waiting = deque(rows.tolist() for rows in np.split(np.arange(ids.size), firsts) if rows.size)
-        self._ended: BatchedDataDict | None = None  # rows of groups that have not ended
+        self._parts: dict[int, list[BatchedDataDict]] = {}  # answers with rows of a group that has not ended, by group
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
         share = self._access.slots.share(self._turn, ids.size, self._in_flight, self._capacity)
         with share as self._share, self._access.generation() as self._generation:
@@ -278,15 +280,24 @@ class Router:
             yield from self._complete(answers)
 
     def _complete(self, answers: BatchedDataDict) -> Iterator[BatchedDataDict]:
-        """Yield the groups that are complete with these rows, in the order of the prompts, and keep the others."""
-        kept = answers if self._ended is None else BatchedDataDict.concat([self._ended, answers])
-        rows = self._places(kept)
-        is_complete = self._left[self._group_of[rows]] == 0
+        """Yield the groups that are complete with these rows, in the order of the prompts, and keep the others.
+
+        Rows are joined only once their group is complete, and come in small parts: the work per row doesn't grow with
+        the number of rows that are kept.
+        """
+        group_of = self._group_of[self._places(answers)]
+        for places in np.split(np.arange(answers.num_rows), range(_PART_ROWS, answers.num_rows, _PART_ROWS)):
+            part = answers.select(places)
+            for group in np.unique(group_of[places]).tolist():
+                self._parts.setdefault(group, []).append(part)
+        complete = [group for group in np.unique(group_of).tolist() if not self._left[group]]
+        if not complete:
+            return
+        parts = {id(part): part for group in complete for part in self._parts.pop(group)}
+        joined = BatchedDataDict.concat(list(parts.values()))
+        rows = self._places(joined)
         order = np.argsort(rows)
-        complete, others = order[is_complete[order]], order[~is_complete[order]]
-        self._ended = kept.select(others) if others.size else None
-        if complete.size:
-            yield kept.select(complete)
+        yield joined.select(order[np.isin(self._group_of[rows[order]], complete)])
 
     def _repeat(self, rank: int, failures: dict[int, str], versions: Mapping[int, int]) -> None:
         """Queue rows that failed on a rank before all others.

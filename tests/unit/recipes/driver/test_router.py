@@ -115,7 +115,7 @@ def test_an_engine_gets_a_group_as_soon_as_it_has_room_for_a_row_of_it():
 
 
 class SlottedEngine:
-    """Decodes one token of the first `SLOTS` rows at a time; a row's length is its seed.
+    """Decodes one token of the first `slots` rows at a time; a row's length is its seed.
 
     Attributes:
         running: how many rows each pass decoded.
@@ -124,7 +124,8 @@ class SlottedEngine:
 
     vocab_size, policy_version, is_alive = 999, 0, True
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
         self.rows: dict[int, list[int]] = {}
         self.running: list[int] = []
         self.waited: list[int] = []
@@ -135,7 +136,7 @@ class SlottedEngine:
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         if timeout_s == 0.0:
             return []
-        decoded = list(self.rows)[:SLOTS]
+        decoded = list(self.rows)[: self.slots]
         self.running.append(len(decoded))
         self.waited.append(len(self.rows) - len(decoded))
         for key in decoded:
@@ -156,20 +157,24 @@ class SlottedEngine:
 SLOTS = 16
 
 
+def slotted_ranks(engines: Sequence[SlottedEngine]) -> Ranks:
+    def worker(context: RankContext) -> RolloutWorker:
+        engine: Any = engines[context.rank]
+        return RolloutWorker(context, engine, tiny_tokenizer(), canary_tolerance=canary_tolerance(torch.float32))
+
+    ranks = Ranks(1)
+    ranks.group = WorkerGroup("rollout", LocalRanks([worker] * len(engines)), Batching(max_tokens=64))
+    return ranks
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_engines_are_full_although_the_lengths_of_groups_are_skewed(count: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(in_flight, "_COALESCE_S", 0.0)
     groups, samples, random = 40, 8, np.random.default_rng(0)
     lengths = torch.from_numpy(random.choice([10, 20, 128], size=groups * samples, p=[0.5, 0.4, 0.1]))
     batch = prompts(groups, samples).drop(["seeds"]).union({"seeds": lengths})
-    engines = [SlottedEngine() for _ in range(count)]
-
-    def worker(context: RankContext) -> RolloutWorker:
-        engine: Any = engines[context.rank]
-        return RolloutWorker(context, engine, tiny_tokenizer(), canary_tolerance=canary_tolerance(torch.float32))
-
-    ranks = Ranks(1)
-    ranks.group = WorkerGroup("rollout", LocalRanks([worker] * count), Batching(max_tokens=64))
+    engines = [SlottedEngine(SLOTS) for _ in range(count)]
+    ranks = slotted_ranks(engines)
     rows, _ = ranks.run(batch, capacity=SLOTS)
     assert torch.equal(rows["response_lengths"], lengths)
     for engine in engines:
@@ -178,6 +183,30 @@ def test_engines_are_full_although_the_lengths_of_groups_are_skewed(count: int, 
         assert len(busy) > len(engine.running) / 2
         assert np.mean(busy) > 0.98 * SLOTS
         assert max(engine.waited) < samples, "the driver keeps rows back that other engines may answer earlier"
+
+
+def test_the_work_per_row_does_not_grow_with_the_rows_that_wait_for_their_groups(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(in_flight, "_COALESCE_S", 0.0)
+    monkeypatch.setattr(router_module, "_PART_ROWS", 4)
+    concat, joined = BatchedDataDict.concat, list[int]()
+
+    def counted(batches: Sequence[BatchedDataDict]) -> BatchedDataDict:
+        joined.append(sum(batch.num_rows for batch in batches))
+        return concat(batches)
+
+    samples, joined_per_row = 4, list[float]()
+    for groups in (8, 32):
+        lengths = torch.from_numpy(np.random.default_rng(0).permutation(groups * samples)) + 1
+        batch = prompts(groups, samples).drop(["seeds"]).union({"seeds": lengths})
+        ranks, size = slotted_ranks([SlottedEngine(batch.num_rows)]), batch.num_rows
+        router = Router(ranks.group, PARAMS, capacity=size, access=ranks.access, replace_engines=ranks.replace)
+        with monkeypatch.context() as patched:
+            patched.setattr(BatchedDataDict, "concat", counted)
+            parts = list(router.run(batch))
+        assert sum(part.num_rows for part in parts) == size
+        joined_per_row.append(sum(joined) / size)
+        joined.clear()
+    assert joined_per_row[1] < 1.5 * joined_per_row[0]
 
 
 def test_groups_go_to_the_rank_with_the_fewest_tokens_in_flight():
