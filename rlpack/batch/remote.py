@@ -144,10 +144,6 @@ class RemoteColumn:
         """Return the column with its handles replaced, `{old: new}`."""
         return replace(self, handles=tuple(handles[handle] for handle in self.handles))
 
-    def rows_by_handle(self) -> list[np.ndarray]:
-        """Return the payload rows that the column reads, ascending int64, for each handle."""
-        return [np.unique(self.stored_row[rows]) for rows in _rows_by_source(self.source, len(self.handles))]
-
     def reindexed(self, remaining: Mapping[tuple[Handle, str], np.ndarray]) -> "RemoteColumn":
         """Adjust row positions to payloads that hold only some rows.
 
@@ -216,6 +212,25 @@ class RemoteColumn:
         runs = torch.from_numpy(source[rows].astype(np.int64)), stored_starts, starts[torch.from_numpy(rows)]
         copy_from([column.values for column in stored], values, *runs, torch.from_numpy(self.read_lengths[rows]))
         return values
+
+
+def rows_by_place(columns: Sequence[RemoteColumn]) -> dict[tuple[Handle, str], np.ndarray]:
+    """Return the payload rows that the columns read, ascending int64, each once, for each (handle, name)."""
+    if not columns:
+        return {}
+    number: dict[tuple[Handle, str], int] = {}
+    sources: list[np.ndarray] = []
+    for column in columns:
+        numbers = [number.setdefault(place, len(number)) for place in column._places]
+        sources.append(_renumbered(column.source, np.array(numbers, dtype=np.int32)))
+    source, rows = np.concatenate(sources), np.concatenate([column.stored_row for column in columns])
+    order = np.lexsort((rows, source))
+    source, rows = source[order], rows[order]
+    is_first = np.ones(rows.size, dtype=bool)
+    is_first[1:] = (np.diff(source) != 0) | (np.diff(rows) != 0)
+    source, rows = source[is_first], rows[is_first]
+    bounds = np.searchsorted(source, np.arange(len(number) + 1))
+    return {place: rows[first:last] for place, (first, last) in zip(number, pairwise(bounds), strict=True)}
 
 
 def _used(source: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:

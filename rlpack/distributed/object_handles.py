@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.offload import select_rows
-from rlpack.batch.remote import Handle, RemoteColumn
+from rlpack.batch.remote import Handle, RemoteColumn, rows_by_place
 from rlpack.distributed.failures import DEATHS
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,10 @@ END_OF_CALL = "at the end of the call that received them"
 _ASK_AGAIN_S = 20.0
 # Timeout for reading references back that this process has just stored, which takes no time.
 _RECEIVE_S = 60.0
+# Objects per call that copies rows. It bounds the size of one copy, and small objects travel with the call.
+_OBJECTS_PER_COPY = 64
+
+RowsByName = dict[str, np.ndarray]
 
 
 class RowSource(NamedTuple):
@@ -29,12 +33,27 @@ class RowSource(NamedTuple):
 
     Attributes:
         actor: returns its actor, which is another one after a restart.
-        copy: given a reference to an object, and rows by column, returns a reference to a copy of these rows; None if
-            the rank runs a call of another thread, as engines do that generate the next batch: the copy would wait.
+        copy: given references to objects, and the rows of each by column, returns a reference to a list of copies of
+            these rows, one per object; None if the rank runs a call of another thread, as engines do that generate the
+            next batch: the copy would wait.
     """
 
     actor: Callable[[], Any]
-    copy: Callable[[ray.ObjectRef, dict[str, np.ndarray]], ray.ObjectRef | None]
+    copy: Callable[[Sequence[ray.ObjectRef], Sequence[RowsByName]], ray.ObjectRef | None]
+
+
+class RowCopy(NamedTuple):
+    """Which copy of rows a handle stands for.
+
+    Attributes:
+        position: of the copy in the list that the handle's reference stands for.
+        whole: reference to the object that the rows are copied from; it outlives the rank that copies.
+        rows: these rows by column, ascending int64 [n].
+    """
+
+    position: int
+    whole: ray.ObjectRef
+    rows: RowsByName
 
 
 class ObjectHandle:
@@ -42,10 +61,10 @@ class ObjectHandle:
 
     Attributes:
         node: where the object is; None on a rank, which only received the handle.
-        source: the rank that copies rows for other nodes; None for objects of the driver.
+        source: the rank that copies rows for other nodes, the same for all objects of a rank; None for objects of the
+            driver.
         producer: role and rank that stored it.
-        whole: of a copy of some rows: reference to the object that they are copied from, and the rows by column (int64
-            [n]). The object outlives the rank that copies. None for other handles.
+        row_copy: set if the handle stands for a copy of some rows of an object.
     """
 
     def __init__(
@@ -55,7 +74,7 @@ class ObjectHandle:
         source: RowSource | None = None,
         producer: tuple[str, int | None] | None = None,
         when_freed: Callable[[], None] = lambda: None,
-        whole: tuple[ray.ObjectRef, dict[str, np.ndarray]] | None = None,
+        row_copy: RowCopy | None = None,
     ) -> None:
         self._ref: ray.ObjectRef | None = ref
         self._when_freed = when_freed
@@ -63,7 +82,7 @@ class ObjectHandle:
         self.node = node
         self.source = source
         self.producer = producer
-        self.whole = whole
+        self.row_copy = row_copy
 
     @property
     def is_readable(self) -> bool:
@@ -84,19 +103,19 @@ class ObjectHandle:
     def free(self, released: str) -> None:
         """Drop the reference to the object; `released` says when, for the error of a later read."""
         if self._ref is not None:
-            self._ref, self.whole, self._released = None, None, released
+            self._ref, self.row_copy, self._released = None, None, released
             self._when_freed()
 
     def __del__(self) -> None:
         self.free("when they were no longer referenced")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.ref, self.whole)
+        return _received, (self.ref, self.row_copy)
 
 
-def _received(ref: ray.ObjectRef, whole: tuple[ray.ObjectRef, dict[str, np.ndarray]] | None) -> ObjectHandle:
+def _received(ref: ray.ObjectRef, row_copy: RowCopy | None) -> ObjectHandle:
     """Return a handle as a rank receives it."""
-    return ObjectHandle(ref, whole=whole)
+    return ObjectHandle(ref, row_copy=row_copy)
 
 
 def released_error(released: str) -> DataError:
@@ -115,7 +134,9 @@ class ObjectReader:
         On a rank, None leaves it to the driver's deadline for the call.
         """
         self._timeout_s = timeout_s
-        self._columns: dict[Handle, Mapping[str, Any]] | None = {}
+        # None for a list of copies that was lost with the rank that was to make them.
+        self._objects: dict[ray.ObjectRef, Any] = {}
+        self._is_closed = False
 
     def __call__(self, handles: Sequence[Handle]) -> list[Mapping[str, Any]]:
         """Return the columns of each object.
@@ -123,35 +144,48 @@ class ObjectReader:
         Raises:
             DataError: the reader is closed: a role kept a batch beyond its call.
         """
-        if self._columns is None:
+        if self._is_closed:
             raise released_error(END_OF_CALL)
-        missing = [one for one in handles if isinstance(one, ObjectHandle) and one not in self._columns]
-        if missing:
-            self._columns |= zip(missing, self._read(missing), strict=True)
-        return [self._columns[handle] for handle in handles]
-
-    def _read(self, handles: Sequence[ObjectHandle]) -> list[Mapping[str, Any]]:
+        stored = [handle for handle in handles if isinstance(handle, ObjectHandle)]
+        assert len(stored) == len(handles), "a payload outside the object store"
         try:
-            return get_objects([handle.ref for handle in handles], self._timeout_s)
+            self._read([handle.ref for handle in stored])
         except DEATHS:  # of a rank that was to copy rows
-            return [self._read_one(handle) for handle in handles]
+            for handle in stored:
+                self._read_or_note_death(handle)
+        return [self._columns(handle) for handle in stored]
 
-    def _read_one(self, handle: ObjectHandle) -> Mapping[str, Any]:
-        """Return the columns of an object; if the rank that was to copy its rows died, from the whole object."""
+    def _read(self, refs: Sequence[ray.ObjectRef]) -> None:
+        """Add those of the objects that are missing."""
+        if missing := list(dict.fromkeys(ref for ref in refs if ref not in self._objects)):
+            self._objects |= zip(missing, get_objects(missing, self._timeout_s), strict=True)
+
+    def _read_or_note_death(self, handle: ObjectHandle) -> None:
+        """Add the object of a handle; None if the rank that was to copy its rows died."""
         try:
-            return get_objects([handle.ref], self._timeout_s)[0]
+            self._read([handle.ref])
         except DEATHS as error:
-            if handle.whole is None:
+            if handle.row_copy is None:
                 raise
             logger.warning(
-                "a process that was to copy rows has ended (%s); the whole object is read", type(error).__name__
+                "a process that was to copy rows has ended (%s); whole objects are read", type(error).__name__
             )
-            ref, rows = handle.whole
-            return select_rows(get_objects([ref], self._timeout_s)[0], rows)
+            self._objects[handle.ref] = None
+
+    def _columns(self, handle: ObjectHandle) -> Mapping[str, Any]:
+        """Return the columns that a handle stands for; if their copy is lost, from the whole object."""
+        stored, row_copy = self._objects[handle.ref], handle.row_copy
+        if row_copy is None:
+            return stored
+        if stored is not None:
+            return stored[row_copy.position]
+        self._read([row_copy.whole])
+        return select_rows(self._objects[row_copy.whole], row_copy.rows)
 
     def close(self) -> None:
-        """Drop all columns that were read."""
-        self._columns = None
+        """Drop all objects that were read."""
+        self._is_closed = True
+        self._objects.clear()
 
 
 def get_objects(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[Any]:
@@ -182,36 +216,72 @@ def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:
 
     A batch with a reader has none.
     """
-    columns = [column for column in batch.values() if isinstance(column, RemoteColumn)]
-    handles = dict.fromkeys(handle for column in columns for handle in column.handles)
+    handles = dict.fromkeys(handle for column in _remote_columns(batch).values() for handle in column.handles)
     return [handle for handle in handles if isinstance(handle, ObjectHandle)]
 
 
 def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
-    """Return the batch as a rank on `node` receives it.
+    """Return a batch as a rank on `node` receives it; see `batches_for_node`."""
+    return batches_for_node([batch], node)[0]
 
-    Objects on that node are read in place. Of objects on other nodes, the handle's `source` copies the rows that the
-    shard has, so that only these travel; if it is busy or dies, the whole object does. If `node` is None, every
-    object counts as remote. Objects of the driver have no `source` and travel whole.
+
+def batches_for_node(batches: Sequence[BatchedDataDict], node: str | None) -> list[BatchedDataDict]:
+    """Return batches as ranks on `node` receive them.
+
+    Objects on that node are read in place. Of objects on other nodes, their `source` copies the rows that any of the
+    batches has, so that only these travel, once for the whole node. If it is busy or dies, whole objects travel. If
+    `node` is None, every object counts as remote. Objects of the driver have no `source` and travel whole.
     """
-    columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
-    rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
-    for column in columns.values():
-        for handle, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
-            if isinstance(handle, ObjectHandle) and handle.source is not None and handle.node != node:
-                by_name = rows_by_handle.setdefault(handle, {})
-                by_name[name] = np.union1d(by_name.get(name, rows), rows)
-    cuts: dict[Handle, Handle] = {}
-    rows_left: dict[tuple[Handle, str], np.ndarray] = {}
-    for handle, by_name in rows_by_handle.items():
+    rows = _rows_to_copy(batches, node)
+    copies = _start_copies(rows)
+    if not copies:
+        return list(batches)
+    copied: dict[tuple[Handle, str], np.ndarray] = {
+        (handle, name): index for handle, by_name in rows.items() if handle in copies for name, index in by_name.items()
+    }
+    return [_with_copies(batch, copies, copied) for batch in batches]
+
+
+def _rows_to_copy(batches: Sequence[BatchedDataDict], node: str | None) -> dict[ObjectHandle, RowsByName]:
+    """Return the rows that the batches have of each object that isn't on `node` and has a source."""
+    columns = [column for batch in batches for column in _remote_columns(batch).values()]
+    rows_by_handle: dict[ObjectHandle, RowsByName] = {}
+    for (handle, name), rows in rows_by_place(columns).items():
+        if isinstance(handle, ObjectHandle) and handle.source is not None and handle.node != node:
+            rows_by_handle.setdefault(handle, {})[name] = rows
+    return rows_by_handle
+
+
+def _start_copies(rows: Mapping[ObjectHandle, RowsByName]) -> dict[Handle, ObjectHandle]:
+    """Let each source copy the rows of its objects; return the handle of each copy, none for sources that are busy."""
+    of_source: dict[RowSource, list[ObjectHandle]] = {}
+    for handle in rows:
         assert handle.source is not None
-        if (copy := handle.source.copy(handle.ref, by_name)) is not None:
-            cuts[handle] = ObjectHandle(copy, producer=handle.producer, whole=(handle.ref, by_name))
-            rows_left |= {(handle, name): rows for name, rows in by_name.items()}
-    if not cuts:
-        return batch
+        of_source.setdefault(handle.source, []).append(handle)
+    copies: dict[Handle, ObjectHandle] = {}
+    for source, handles in of_source.items():
+        for first in range(0, len(handles), _OBJECTS_PER_COPY):
+            some = handles[first : first + _OBJECTS_PER_COPY]
+            copy = source.copy([handle.ref for handle in some], [rows[handle] for handle in some])
+            if copy is None:
+                continue
+            for position, handle in enumerate(some):
+                row_copy = RowCopy(position, handle.ref, rows[handle])
+                copies[handle] = ObjectHandle(copy, producer=handle.producer, row_copy=row_copy)
+    return copies
+
+
+def _with_copies(
+    batch: BatchedDataDict, copies: Mapping[Handle, ObjectHandle], copied: Mapping[tuple[Handle, str], np.ndarray]
+) -> BatchedDataDict:
+    """Return the batch with its rows read from copies; `copied` has the rows of each object and column."""
     local = batch.copy()
-    for name, column in columns.items():
-        handles = {handle: cuts.get(handle, handle) for handle in column.handles}
-        local[name] = column.reindexed(rows_left).with_handles(handles)
+    for name, column in _remote_columns(batch).items():
+        handles: dict[Handle, Handle] = {handle: copies.get(handle, handle) for handle in column.handles}
+        local[name] = column.reindexed(copied).with_handles(handles)
     return local
+
+
+def _remote_columns(batch: BatchedDataDict) -> dict[str, RemoteColumn]:
+    """Return the columns of a batch that are in the store; a batch with a reader has none."""
+    return {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}

@@ -102,9 +102,9 @@ class RankActor(RankProcess):
         """
         return None, *self.pop_columns(call_id)
 
-    def copy_rows(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return only these rows (int64 [n]) of an object on this node."""
-        return select_rows(part, rows)
+    def copy_rows(self, rows: Sequence[dict[str, np.ndarray]], *payloads: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return only these rows of objects on this node: for each, rows by column, int64 [n]."""
+        return [select_rows(payload, index) for payload, index in zip(payloads, rows, strict=True)]
 
     def await_value(self, value: Any) -> None:
         """Do nothing: Ray runs this call once `value`, the result of a method of this rank, exists."""

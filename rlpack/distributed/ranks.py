@@ -45,6 +45,9 @@ class RayRanks(RestartablePool):
         """Start the processes; arguments are those of `RestartablePool`."""
         super().__init__(*arguments, **named)
         self._usage = UsageLog()
+        self._row_sources = [
+            RowSource(partial(self._actor, rank), partial(self._copy_rows, rank)) for rank in range(self.num_ranks)
+        ]
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on the ranks that it names.
@@ -184,19 +187,21 @@ class RayRanks(RestartablePool):
             return [
                 offloaded.with_handles(
                     [
-                        room.keep(ref, size, nodes[rank], self._row_source(rank), (call.role, rank))
+                        room.keep(ref, size, nodes[rank], self._row_sources[rank], (call.role, rank))
                         for ref, size in zip(stored.get(rank, []), offloaded.sizes, strict=True)
                     ]
                 )
                 for rank, offloaded in rows.items()
             ]
 
-    def _row_source(self, rank: int) -> RowSource:
-        """Return how a rank copies rows of its objects for other nodes."""
-        return RowSource(lambda: self._pool.actors[rank], partial(self._copy_rows, rank))
+    def _actor(self, rank: int) -> Any:
+        """Return the actor of a rank, which is another one after a restart."""
+        return self._pool.actors[rank]
 
-    def _copy_rows(self, rank: int, ref: ray.ObjectRef, rows: dict[str, np.ndarray]) -> ray.ObjectRef | None:
-        """Start to copy rows of an object of a rank; None if another thread's call keeps the rank busy.
+    def _copy_rows(
+        self, rank: int, refs: Sequence[ray.ObjectRef], rows: Sequence[dict[str, np.ndarray]]
+    ) -> ray.ObjectRef | None:
+        """Start to copy rows of objects of a rank; None if another thread's call keeps the rank busy.
 
         The caller may hold the lock of another pool, so it doesn't wait for a thread that is submitting a call here.
         """
@@ -204,7 +209,7 @@ class RayRanks(RestartablePool):
             return None
         try:
             busy = self._submitted.keeps_busy(rank)
-            return None if busy else self._pool.actors[rank].copy_rows.remote(ref, rows)
+            return None if busy else self._actor(rank).copy_rows.remote(rows, *refs)
         finally:
             self._submitting.release()
 
@@ -308,7 +313,7 @@ class RayRanks(RestartablePool):
         called = [(self._pool.actors[rank], self._pool.nodes[rank]) for rank in call.called]
         places = [(*place, args) for place, args in zip(called, call.args_of_rank, strict=True)]
         # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
-        shared = SharedArguments(call.args_of_rank)
+        shared = SharedArguments(call.args_of_rank, [node for _, node, _ in places])
         args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
         kwargs_of_rank = [
             {name: argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places

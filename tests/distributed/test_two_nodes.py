@@ -23,6 +23,7 @@ from rlpack.config.schema import Placement, Pool, Role, RoleBatching
 from rlpack.distributed import ray_connection
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import ClusterError, PlacementError, RoleError
+from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.reservations import reserve
 from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
@@ -124,6 +125,33 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
             assert num_read == (part_of_row == rank).sum() + far
         again = cluster.store.fetch(groups["fixed"].run(Echo.times, given, 3))
         assert torch.equal(again["times"].values, batch["input_ids"].values * 6)
+
+
+def test_rows_of_several_calls_are_copied_for_another_node_in_one_call(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+):
+    echo, copied = "tests.distributed.roles:Echo", list[tuple[int, int]]()
+    placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0)
+    config = tiny_config(roles={"packed": Role(target=echo)}, placement=placement)
+    batch = tiny_rollouts(SIZES).keep(["input_ids", "uid"])
+    copy_rows = RayRanks._copy_rows
+
+    def counted(ranks: RayRanks, rank: int, refs: Any, rows: Any) -> Any:
+        copied.append((rank, len(refs)))
+        return copy_rows(ranks, rank, refs, rows)
+
+    monkeypatch.setattr(RayRanks, "_copy_rows", counted)
+    with Cluster(placement) as cluster, cluster.store.lease("a step"):
+        group = start_roles(cluster, config, ["packed"], (config, tiny_tokenizer()))["packed"]
+        parts = [group.run(Echo.times, batch.select(rows), 2) for rows in ([0, 1, 2], [3, 4, 5], [6, 7, 8])]
+        copied.clear()
+        order = [8, 2, 4, 0, 6, 3, 1, 7, 5]
+        given = BatchedDataDict.concat(parts).select(order).rename({"times": "input_ids"})
+        again = group.run(Echo.times, given.keep(["input_ids", "uid"]), 3)
+        assert sorted(rank for rank, _ in copied) == [0, 1]
+        assert sum(count for _, count in copied) > 2
+        found = cluster.store.fetch(again)["times"]
+    assert torch.equal(found.values, 6 * batch["input_ids"].select(order).values)
 
 
 def test_rows_on_another_node_are_read_while_their_rank_runs_a_call_of_another_thread(machines: Machines):

@@ -14,7 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.offload import offload
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Handle
+from rlpack.batch.remote import Handle, RemoteColumn, rows_by_place
 from rlpack.packing import Batching, make_plan
 
 
@@ -166,3 +166,17 @@ def test_a_recipe_that_computes_with_a_column_of_the_ranks_gets_an_error_that_sa
     assert getattr(batch["note"], "float", None) is None
     with pytest.raises(AttributeError, match=r"input_ids has several values per row .*; compute with it in a role"):
         _ = batch["input_ids"].values
+
+
+def test_the_rows_that_columns_read_are_returned_once_for_each_payload_and_name():
+    places = [(1, "a"), (2, "a"), (1, "b")]
+    first, second, other = (RemoteColumn.whole(handle, name, list("uvwxyz")) for handle, name in places)
+    both = RemoteColumn.concat([second, first]).gather(np.array([8, 3, 6, 3]))
+    with_none = RemoteColumn.place([first.gather(np.array([5, 2]))], [np.array([3, 1])], 4)
+    found = rows_by_place([both, with_none, other.gather(np.array([4])), first.gather(np.array([], dtype=np.int64))])
+    assert {place: rows.tolist() for place, rows in found.items()} == {
+        (1, "a"): [0, 2, 5],
+        (2, "a"): [3],
+        (1, "b"): [4],
+    }
+    assert rows_by_place([]) == {}
