@@ -1,6 +1,7 @@
 """Tokenized prompts: a dataset encoded once, and batches of its rows."""
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tok
 from rlpack.data.turn_end import turn_end_id
 
 logger = logging.getLogger(__name__)
+
+# Prompts that are encoded at a time. A tokenizer's result takes 60 kB per prompt of 250 tokens, their ids 2 kB.
+_CHUNK_PROMPTS = 1000
+# Encoding this many prompts takes seconds or, for long ones, a minute.
+_NOTED_PROMPTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -136,20 +142,23 @@ def tokenize_dataset(
     Raises:
         DataError: a prompt exceeds `max_tokens` and `overlong` is error, or no prompt is left.
     """
-    examples, encoded = [], []
+    examples, encoded = list[Example](), list[Ragged]()
     longest = longest_token(tokenizer)
     short = [example for example in dataset if fewest_tokens(example, max_tokens, longest) <= max_tokens]
     if overlong == "error" and len(short) < len(dataset):
         for example in dataset:
             check_length(example, dataset.name, max_tokens, longest)
-    token_ids = tokenize_prompts(tokenizer, short, chat_template=chat_template)
-    for example, ids in zip(short, token_ids, strict=True):
-        if len(ids) > max_tokens:
-            if overlong == "error":
-                raise overlong_error(example, dataset.name, len(ids), max_tokens)
-            continue
-        examples.append(example)
-        encoded.append(ids)
+    if len(short) >= _NOTED_PROMPTS:
+        logger.info("%s: encoding %d prompts", dataset.name, len(short))
+    for start in range(0, len(short), _CHUNK_PROMPTS):
+        chunk = short[start : start + _CHUNK_PROMPTS]
+        token_ids = tokenize_prompts(tokenizer, chunk, chat_template=chat_template)
+        fits = [len(ids) <= max_tokens for ids in token_ids]
+        if overlong == "error" and not all(fits):
+            row = fits.index(False)
+            raise overlong_error(chunk[row], dataset.name, len(token_ids[row]), max_tokens)
+        examples += itertools.compress(chunk, fits)
+        encoded.append(Ragged.from_rows([*itertools.compress(token_ids, fits)], torch.int64))
     num_dropped = len(dataset) - len(examples)
     if num_dropped:
         logger.warning(
@@ -159,6 +168,4 @@ def tokenize_dataset(
         raise nothing_left_error(dataset.name, max_tokens)
     is_dated = chat_template and "strftime_now" in str(tokenizer.chat_template)
     dated_by = f"{tokenizer_hash(tokenizer)} {tokenizer.chat_template}" if is_dated else None
-    return Prompts(
-        examples, Ragged.from_rows(encoded, torch.int64), dated_by, turn_end_id(tokenizer) if chat_template else None
-    )
+    return Prompts(examples, Ragged.concat(encoded), dated_by, turn_end_id(tokenizer) if chat_template else None)

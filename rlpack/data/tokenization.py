@@ -5,8 +5,7 @@ Invariant: user text never becomes a special token; `<eos>` inside a prompt is f
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlpack.batch.errors import DataError
-from rlpack.data.examples import SPECIAL_TOKENS, Example, Message, Prompt, conversation, prompt_text
+from rlpack.data.examples import SPECIAL_TOKENS, Example, Prompt, conversation, prompt_text
+from rlpack.data.rendering import render, render_pieces, tokenizer_name
 from rlpack.data.tools import COLUMN, tools_of
 
 PAD, EOS, UNKNOWN = SPECIAL_TOKENS
@@ -98,10 +98,7 @@ def tokenize_prompts(
     if chat_template:
         for example in () if has_template else examples:
             prompt_text(example, has_template=False)
-        encoded = [
-            _encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}", specials, tools_of(example))
-            for example in examples
-        ]
+        encoded = _encode_conversations(tokenizer, examples, specials)
     else:
         texts = [prompt_text(example, has_template=has_template) for example in examples]
         places = [f"prompt {example.uid!r}" for example in examples]
@@ -155,7 +152,7 @@ def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tools
         return prompt
     example = Example("", prompt, columns={COLUMN: tools})
     try:
-        return _render(tokenizer, prompt, "a prompt", tools_of(example))
+        return render(tokenizer, prompt, "a prompt", tools_of(example))
     except (DataError, ValueError):
         return conversation(prompt)
 
@@ -210,11 +207,6 @@ def _single_id(token_id: object, what: str) -> int | None:
     if token_id is None or isinstance(token_id, int):
         return token_id
     raise DataError(f"the tokenizer has {token_id!r} for its {what} token; it must be one id")
-
-
-def _messages(example: Example) -> list[Message]:
-    prompt = example.prompt
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _encode_texts(
@@ -289,43 +281,32 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: st
     )
 
 
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    specials: _SpecialTokens,
-    tools: list[dict[str, Any]] | None,
-) -> list[int]:
-    """Return the token ids of a conversation, with the template's generation prompt.
+def _encode_conversations(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], specials: _SpecialTokens
+) -> list[list[int]]:
+    """Return the token ids of prompts as the chat template renders them; special tokens in their texts are characters.
 
-    Special tokens in messages and tools are replaced by markers while the template is rendered, and encoded as
-    characters.
+    All rendered texts are encoded by one call, which uses all cores.
     """
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"{where}: {tokenizer_name(tokenizer)} has no chat template; set data.chat_template=false, or "
-            "model.tokenizer to one that has one"
-        )
-    marker, escaped = _unused_character([*_texts([messages, tools]), str(tokenizer.chat_template)])
-    replaced: list[str] = []
-
-    def replace(match: re.Match[str]) -> str:
-        replaced.append(match[0])
-        return f"{marker}{len(replaced) - 1}{marker}"
-
-    mark = partial(specials.pattern.sub, replace)
-    marked = [{**_map_texts(message, mark), "role": message["role"]} for message in messages]
-    rendered = _render(tokenizer, marked, where, _map_texts(tools, mark)).replace(escaped, marker)
-    ids: list[int] = []
-    for number, piece in enumerate(rendered.split(marker)):
-        is_replaced = number % 2 == 1
-        text = replaced[int(piece)] if is_replaced else piece
-        literal = specials if is_replaced else None
-        encoded = _encode_texts(tokenizer, [text], [where], literal, add_special_tokens=False)[0]
-        if not is_replaced:
-            _check_rendered(tokenizer, text, where, encoded, specials)
-        ids += encoded
-    return ids
+    places = [f"prompt {example.uid!r}" for example in examples]
+    prompts = [
+        render_pieces(tokenizer, example, place, specials.pattern)
+        for example, place in zip(examples, places, strict=True)
+    ]
+    rendered = [text for pieces in prompts for text in pieces[::2]]
+    rest = iter(_encode_texts(tokenizer, rendered, places, None, add_special_tokens=False))
+    encoded: list[list[int]] = []
+    for pieces, place in zip(prompts, places, strict=True):
+        ids: list[int] = []
+        for number, text in enumerate(pieces):
+            if number % 2:
+                (of_piece,) = _encode_texts(tokenizer, [text], [place], specials, add_special_tokens=False)
+            else:
+                of_piece = next(rest)
+                _check_rendered(tokenizer, text, place, of_piece, specials)
+            ids += of_piece
+        encoded.append(ids)
+    return encoded
 
 
 def _check_rendered(
@@ -339,53 +320,3 @@ def _check_rendered(
         return
     plain = specials.pattern.sub("", text)
     raise DataError(_unknown_characters(tokenizer, plain, f"{where}, as the chat template renders it,"))
-
-
-def _unused_character(texts: Sequence[str]) -> tuple[str, str]:
-    r"""Return a character of private use that no text has, and how it is escaped, as `\\ue000`.
-
-    A template that renders an object as JSON, or as Python does, may escape it.
-    """
-    candidates = ((chr(code), f"\\u{code:04x}") for code in range(0xE000, 0xF8FF))
-    return next(pair for pair in candidates if not any(form in text for form in pair for text in texts))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a message's field, such as a list of tool calls."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a message's field with each of its texts changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_map_texts(name, change): _map_texts(item, change) for name, item in value.items()}
-    return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    where: str,
-    tools: list[dict[str, Any]] | None = None,
-) -> str:
-    """Return the conversation rendered by the chat template."""
-    try:
-        options: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
-        rendered: Any = tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # a template is a program: it may divide by 0, for example, or not even be a string
-        reason = str(error) or type(error).__name__
-        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {reason}") from error
-    return rendered
-
-
-def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the name of a tokenizer for messages."""
-    return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r}"

@@ -8,9 +8,10 @@ from transformers.utils import chat_template_utils
 
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
+from rlpack.data import prompts as prompts_module
 from rlpack.data.examples import Example, PromptDataset, fewest_tokens
 from rlpack.data.prompts import Prompts, tokenize_dataset
-from rlpack.data.tokenization import character_tokenizer
+from rlpack.data.tokenization import character_tokenizer, tokenize_prompts
 
 EXAMPLES = (
     Example("a", "12=", answer="3", demonstration="3", columns={"level": 1}),
@@ -86,6 +87,93 @@ def test_a_prompt_of_megabytes_is_refused_or_dropped_before_it_is_tokenized():
         tokenize_dataset(huge, tokenizer, chat_template=False, max_tokens=5, overlong="error")
     left = tokenize_dataset(huge, tokenizer, chat_template=False, max_tokens=5, overlong="drop")
     assert [example.uid for example in left.examples] == [example.uid for example in EXAMPLES]
+
+
+CHATS = (
+    "12=",
+    [{"role": "system", "content": "3"}, {"role": "user", "content": "1<eos>2="}],
+    "<pad><eos>",
+    [{"role": "user", "content": "0=" * 20}],
+    [{"role": "user", "content": "", "name": "<eos>"}],
+    "<",
+    "1<e",
+)
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_many_prompts_have_the_same_token_ids_as_each_alone(chat_template: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts_module, "_CHUNK_PROMPTS", 3)
+    tokenizer = character_tokenizer("0123=<>eosadpu")
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }}<pad>{% endfor %}"
+        "{% for m in messages %}<eos>{{ m.name }}{{ m.content }}<eos>{% endfor %}<e"
+    )
+    tools = [{"type": "function", "function": {"name": "sad<eos>", "description": "s", "parameters": {}}}]
+    examples = [
+        Example(f"{number}-{'u' * len(columns)}", prompt, columns=columns)
+        for number, prompt in enumerate(CHATS)
+        for columns in ({}, {"tools": tools})
+        if chat_template or isinstance(prompt, str)
+    ]
+    alone = [tokenize_prompts(tokenizer, [example], chat_template=chat_template)[0] for example in examples]
+
+    def encoded(max_tokens: int) -> Prompts:
+        return tokenize_dataset(
+            PromptDataset("sums", examples),
+            tokenizer,
+            chat_template=chat_template,
+            max_tokens=max_tokens,
+            overlong="drop",
+        )
+
+    assert [row.tolist() for row in encoded(100).input_ids.rows()] == alone
+    assert {tokenizer.eos_token_id in ids for ids in alone} == {chat_template}
+    assert tokenize_prompts(tokenizer, examples, chat_template=chat_template) == alone
+    for length in {len(ids) for ids in alone}:
+        left = encoded(length)
+        assert [row.tolist() for row in left.input_ids.rows()] == [ids for ids in alone if len(ids) <= length]
+        fits = [example.uid for example, ids in zip(examples, alone, strict=True) if len(ids) <= length]
+        assert [example.uid for example in left.examples] == fits
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_prompts_are_encoded_by_one_call_per_thousand(chat_template: bool):
+    calls: list[int] = []
+
+    class Counting(type(TOKENIZER)):
+        def __call__(self, text=None, *arguments, **options):
+            calls.append(1 if isinstance(text, str) else len(text or ()))
+            return super().__call__(text, *arguments, **options)
+
+    tokenizer = Counting(tokenizer_object=TOKENIZER.backend_tokenizer, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.chat_template = "{{ messages[0].content }}="
+    dataset = PromptDataset("sums", [Example(str(number), "12") for number in range(2001)])
+    tokenize_dataset(dataset, tokenizer, chat_template=chat_template, max_tokens=5, overlong="error")
+    assert sorted(calls)[-2:] == [1000, 1000]
+    assert len(calls) <= 4
+
+
+def test_a_prompt_of_any_chunk_is_named_in_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts_module, "_CHUNK_PROMPTS", 2)
+    with pytest.raises(DataError, match=r"sums: prompt 'c' has 5 tokens, which exceeds 4; raise data.max"):
+        prompts(4)
+    dataset = PromptDataset("sums", [*EXAMPLES, Example("row-7", "1Z=")])
+    for chat_template, place in ((True, "prompt 'row-7', as the chat template renders it,"), (False, "prompt 'row-7'")):
+        tokenizer = character_tokenizer("0123=")
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        with pytest.raises(DataError, match=place + r" has characters that .* cannot encode: \['Z'\]; in '1Z='"):
+            tokenize_dataset(dataset, tokenizer, chat_template=chat_template, max_tokens=5, overlong="error")
+
+
+def test_encoding_many_prompts_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    prompts()
+    assert not caplog.records
+    monkeypatch.setattr(prompts_module, "_NOTED_PROMPTS", 3)
+    prompts()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "sums: encoding 3 prompts")
+    ]
 
 
 def test_the_bound_by_characters_never_refuses_what_fits():
