@@ -1,13 +1,16 @@
 """Rules that involve several keys of generation engines."""
 
+import math
 from collections.abc import Iterator
 
-from rlpack.config.roles import gpus_per_rank
+from rlpack.config.roles import gpus_per_rank, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.sections.optimization import ADAPTER_RANKS
 
 # vLLM refuses requests with a higher temperature (0.32).
 MOST_VLLM_TEMPERATURE = 2.0
+# Tokens per second and row that a full engine of a large model samples, at least; a row's time in the queue is extra.
+_SLOW_ROW_TOKENS_PER_S = 10.0
 
 
 def engine_problems(config: Config) -> Iterator[str]:
@@ -47,6 +50,22 @@ def engine_problems(config: Config) -> Iterator[str]:
         yield (
             f"the pool of the role rollout has gpus_per_rank={gpus:g}, but vLLM takes whole GPUs or none; set it to 1 "
             "or more, or to 0 with cpus_per_rank"
+        )
+
+
+def engine_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning if long responses may miss the deadline of a request."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" or "rollout" not in started_roles(config):
+        return
+    needed = rollout.max_new_tokens / rollout.request_timeout_s
+    if needed > _SLOW_ROW_TOKENS_PER_S:
+        yield (
+            f"rollout.max_new_tokens is {rollout.max_new_tokens} and rollout.request_timeout_s is "
+            f"{rollout.request_timeout_s:g}: a response of full length needs {needed:.0f} tokens/s, its time in the "
+            f"engine's queue included, but busy engines may reach only {_SLOW_ROW_TOKENS_PER_S:g}. A late response is "
+            "generated again on a new engine, and ends the run if it is late each time; raise "
+            f"rollout.request_timeout_s, such as to {math.ceil(rollout.max_new_tokens / _SLOW_ROW_TOKENS_PER_S)}"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlpack.config.ahead_rules import ahead_warnings
 from rlpack.config.batching_warnings import batching_warnings
+from rlpack.config.engine_rules import engine_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
@@ -36,6 +37,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *recipe_texts(config, "warnings"),
         *ahead_warnings(config),
         *batching_warnings(config),
+        *engine_warnings(config),
         *_sampling(config),
         *_mini_batches(config, given),
         *_untaught_model(config),

@@ -6,6 +6,7 @@ from rlpack.config.compose import compose, compose_evaluation
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import EVALUATE_TARGET, config_class
 from rlpack.config.roles import shares_gpus, sleep_level
+from rlpack.config.warnings import config_warnings
 
 ADAPTERS = ("placement=one_gpu", "rollout.engine=vllm", "actor.lora.rank=16", "rollout.lora=adapter")
 
@@ -34,3 +35,18 @@ def test_engines_of_an_evaluation_never_sleep_whatever_shares_their_gpus():
         values | {"model": defaults["model"] | {"path": "somewhere"}},
     )
     assert (shares_gpus(config), sleep_level(config)) == (True, 0)
+
+
+def test_long_responses_with_a_short_deadline_cause_a_warning_that_says_what_to_raise():
+    def found(*overrides: str) -> list[str]:
+        config = compose(["batching.overlong=truncate", *overrides])
+        return [text for text in config_warnings(config) if "request_timeout_s" in text]
+
+    (text,) = found("rollout.engine=vllm", "rollout.max_new_tokens=16384")
+    assert "rollout.max_new_tokens is 16384 and rollout.request_timeout_s is 600: " in text
+    assert "needs 27 tokens/s" in text
+    assert "may reach only 10." in text
+    assert text.endswith("raise rollout.request_timeout_s, such as to 1639")
+    assert not found("rollout.engine=vllm", "rollout.max_new_tokens=16384", "rollout.request_timeout_s=1639")
+    assert not found("rollout.engine=vllm", "rollout.max_new_tokens=6000")
+    assert not found("rollout.engine=hf", "rollout.max_new_tokens=16384")
