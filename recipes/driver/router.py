@@ -54,6 +54,8 @@ MOST_REPEATS = 3
 _SLACK_S = 30.0
 # Longest wait of the driver between two looks at the calls.
 _WAIT_S = 10.0
+# Columns of prompts that `RolloutWorker.advance` reads.
+_READ = ("input_ids", "seeds", "group_ids", "uid")
 # Answered rows that are kept together; a group that becomes complete is selected from all parts with rows of it.
 _PART_ROWS = 32
 
@@ -116,7 +118,7 @@ class Router:
             RoleError: a rank raised, died or missed its deadline.
             RowError: a row failed after `MOST_REPEATS` repetitions.
         """
-        self._prompts = prompts
+        self._prompts, self._no_rows = prompts, prompts.keep(_READ).select([])
         ids = prompts["group_ids"].numpy()
         self._group_of = np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)
         self._left = np.bincount(self._group_of)  # rows that have not ended, by group
@@ -250,7 +252,7 @@ class Router:
 
     def _advance(self, rank: int, rows: list[int]) -> _CallUnderWay:
         """Start a call that brings rows to a rank and returns those that end."""
-        given = self._prompts.select(np.array(rows, dtype=np.int64))
+        given = self._prompts.select(np.array(rows, dtype=np.int64)) if rows else self._no_rows
         given_too = (self._generation, self._access.oldest, self._call_s, self._share.rows_to_room(rank))
         method, answer_s = RolloutWorker.advance, self._call_s + _SLACK_S
         deadline = time.monotonic() + answer_s
