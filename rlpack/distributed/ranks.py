@@ -4,6 +4,7 @@ A call is repeated if its ranks were started again (`rlpack.distributed.restarta
 """
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class RayRanks(RestartablePool):
         else:
             answers = self._wait(calls, self._call_s + (self._start_s if call.starts else 0.0))
         results = dict(zip(call.called, answers, strict=True))
-        results = self._usage.unwrap(call.role, call.method, results)
+        limit_s = self._call_s if call.answer_s is None and not call.starts else math.inf
+        results = self._usage.unwrap(call.role, call.method, results, limit_s)
         if not call.returns_rows:
             return [results[rank] for rank in call.outputs]
         for rank in set(call.called) - set(call.outputs):

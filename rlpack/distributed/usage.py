@@ -3,6 +3,8 @@
 Measured on the ranks, because a driver that waits for a call also waits for earlier calls of the same processes.
 """
 
+import logging
+import math
 import resource
 import sys
 import time
@@ -12,6 +14,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,30 @@ class UsageLog:
 
     def __init__(self) -> None:
         self._usages: dict[tuple[str, str], Usage] = {}
+        self._slow: set[tuple[str, str]] = set()  # calls that a warning has named
         self._lock = Lock()
 
-    def unwrap(self, role: str, method: str, results: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the results of a call's ranks without their usage, and add it up; ranks may have none."""
+    def unwrap(self, role: str, method: str, results: Mapping[int, Any], limit_s: float = math.inf) -> dict[int, Any]:
+        """Return the results of a call's ranks without their usage, and add it up; ranks may have none.
+
+        The first call of a method that takes over half of `limit_s`, `placement.call_timeout_s` or infinity, causes a
+        warning.
+        """
         measured = {rank: result for rank, result in results.items() if isinstance(result, Measured)}
         if measured:
             usage = merged(one.usage for one in measured.values())
             with self._lock:
                 self._usages[role, method] = self._usages.get((role, method), Usage()).then(usage)
+                is_news = usage.seconds > limit_s / 2 and (role, method) not in self._slow
+                if is_news:
+                    self._slow.add((role, method))
+            if is_news:
+                logger.warning(
+                    "role %s: a call of %s took %.0f s, over half of its deadline, placement.call_timeout_s=%g; a call "
+                    "that misses it counts as hung, and its step is lost; raise placement.call_timeout_s if calls may "
+                    "take longer",
+                    *(role, method, usage.seconds, limit_s),
+                )
         return {**results, **{rank: one.result for rank, one in measured.items()}}
 
     def pop(self, role: str) -> dict[str, Usage]:
