@@ -1,10 +1,13 @@
 """Call the loss and the advantage function on example rows, as a step would: either may be a user's function."""
 
 import logging
+import traceback
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import rlpack
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import advantage_parameters, call_advantage, find_advantage
@@ -54,7 +57,7 @@ def _check_advantage(config: Config) -> None:
     the run.
     """
     settings, offered = config.algorithm, advantage_columns(config)
-    find_advantage(settings.advantage, settings.advantage_arguments, offered)
+    find_advantage(settings.advantage, settings.advantage_arguments, offered, dict(settings))
     columns = _example_columns(config, offered)
     parameters = advantage_parameters(settings.advantage)
     may_be_passed = parameters if offered is None else parameters & offered
@@ -67,10 +70,17 @@ def _check_advantage(config: Config) -> None:
     except Exception as error:  # the function may be a user's
         rows = f"{columns['rewards'].numel()} example rows, with rewards of 0 and 1,"
         problem = f"algorithm.advantage is {settings.advantage!r}, whose call with {rows} failed: "
-        problem += describe_exception(error)
+        problem += f"{describe_exception(error)}{_place(error)}"
         if not isinstance(error, _DEPENDS_ON_VALUES):
             raise AlgorithmError(problem) from error
         logger.warning("%s. If the rows of a step can't cause it, ignore this warning", problem)
+
+
+def _place(error: Exception) -> str:
+    """Return file and line of the last call in the user's code, "" if there is none."""
+    packages = tuple(str(Path(module.__file__).parent) for module in (rlpack, torch))
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tensor]:

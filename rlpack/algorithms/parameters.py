@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,6 +25,8 @@ _OTHERS: Mapping[str, str] = {
         "of the dataset under other names)"
     ),
 }
+# Per-row columns that an advantage function can always name.
+ROW_COLUMNS = ("rewards", "group_ids", "valid", "prompt_lengths", "response_lengths", "response_tokens")
 
 
 def check_parameters(
@@ -33,7 +35,9 @@ def check_parameters(
     offered: Iterable[str] | None,
     arguments: Mapping[str, Any],
     *,
+    target: str,
     positional: int,
+    settings: Iterable[str] = (),
 ) -> None:
     """Raise if a function lacks a configured parameter, or requires one that is not available.
 
@@ -42,7 +46,9 @@ def check_parameters(
         key: `algorithm.loss` or `algorithm.advantage`.
         offered: names of arguments that are passed only if the function has such parameters; None if that isn't known.
         arguments: names and values of arguments that are always passed.
+        target: the function's name, as in the configuration.
         positional: number of arguments that are passed by position.
+        settings: those names in `offered` that are keys of `algorithm`; the others are columns of a batch.
 
     Raises:
         AlgorithmError: names the argument or the parameter.
@@ -62,9 +68,22 @@ def check_parameters(
     for parameter in parameters[positional:]:
         if not _is_variadic(parameter) and parameter.default is parameter.empty and parameter.name not in available:
             raise AlgorithmError(
-                f"the function of {key} requires {parameter.name!r}{_suggestion(parameter.name, available)}; available "
-                f"are {', '.join(sorted(available))}; {_OTHERS[key]}"
+                f"{key}={target} requires {parameter.name!r}{_suggestion(parameter.name, available)}; "
+                f"{_available(available, set(settings))}; {_OTHERS[key]}"
             )
+
+
+def _available(names: Collection[str], settings: Collection[str]) -> str:
+    """Return what a function can name: columns before keys, and those of every batch before others."""
+    columns = sorted({*names} - {*settings}, key=lambda name: (_rank(name), name))
+    if not settings:
+        return f"available are {', '.join(columns)}"
+    keys = ", ".join(sorted({*names} & {*settings}))
+    return f"a batch has {', '.join(columns)}; keys of algorithm are available, too: {keys}"
+
+
+def _rank(name: str) -> int:
+    return ROW_COLUMNS.index(name) if name in ROW_COLUMNS else len(ROW_COLUMNS)
 
 
 def _suggestion(name: str, available: Iterable[str]) -> str:

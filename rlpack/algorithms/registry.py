@@ -48,14 +48,21 @@ def find_loss(target: str, arguments: Mapping[str, Any], settings: Mapping[str, 
     function = _find("algorithm.loss", target, LOSSES)
     if target in LOSSES:
         check_limits("algorithm.loss", arguments)
-    _check(function, "algorithm.loss", {"tokens", "statistics", *settings}, arguments, positional=1)
+    offered = {"tokens", "statistics", *settings}
+    _check(function, "algorithm.loss", offered, arguments, target=target, positional=1)
     return function
 
 
-def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[str] | None) -> Callable[..., Tensor]:
-    """Return an advantage function that can be called with `columns` and `arguments`.
+def find_advantage(
+    target: str, arguments: Mapping[str, Any], columns: Iterable[str] | None, settings: Iterable[str] = ()
+) -> Callable[..., Tensor]:
+    """Return an advantage function that can be called with `columns`, `settings` and `arguments`.
 
-    If `columns` is None, because they aren't known, only the arguments are checked.
+    Args:
+        target: name of the function.
+        arguments: `algorithm.advantage_arguments`.
+        columns: names of per-row columns. If it is None, because they aren't known, only the arguments are checked.
+        settings: names of keys of `algorithm`.
 
     Raises:
         AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.
@@ -63,7 +70,8 @@ def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[
     function = _find("algorithm.advantage", target, ADVANTAGES)
     if target in ADVANTAGES:
         check_limits("algorithm.advantage", arguments)
-    _check(function, "algorithm.advantage", columns, arguments, positional=0)
+    offered = None if columns is None else {*columns, *settings}
+    _check(function, "algorithm.advantage", offered, arguments, target=target, positional=0, settings=settings)
     return function
 
 
@@ -106,7 +114,7 @@ def call_advantage(
     Raises:
         AlgorithmError: the function requires a missing column, or it returns something else.
     """
-    function = find_advantage(target, arguments, {*columns, *settings})
+    function = find_advantage(target, arguments, columns, settings)
     with UserCode(f"algorithm.advantage {target!r}", AlgorithmError):
         result = call_with(function, offered={**settings, **columns}, **arguments)
     shape = columns["rewards"].shape
@@ -151,9 +159,11 @@ def _check(
     offered: Iterable[str] | None,
     arguments: Mapping[str, Any],
     *,
+    target: str,
     positional: int,
+    settings: Iterable[str] = (),
 ) -> None:
     """Raise an `AlgorithmError` if the function lacks an argument, or requires one that is not offered."""
     with UserCode(key, AlgorithmError):
         parameters = list(inspect.signature(function).parameters.values())
-    check_parameters(parameters, key, offered, arguments, positional=positional)
+    check_parameters(parameters, key, offered, arguments, target=target, positional=positional, settings=settings)

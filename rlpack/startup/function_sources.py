@@ -5,14 +5,14 @@ plain function statement in a file that can be found without importing a package
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import rlpack
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.parameters import check_limits, check_parameters, no_function_error
+from rlpack.algorithms.parameters import ROW_COLUMNS, check_limits, check_parameters, no_function_error
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config, builtin_roles
@@ -21,8 +21,6 @@ from rlpack.startup.user_sources import Uncertain, count_bindings, parse_module,
 
 # The files of the built-in functions.
 _FILES = tuple(f"algorithms/{name}.py" for name in ("policy_loss", "statistics", "advantages"))
-# Per-row columns that an advantage function can always name.
-_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_lengths", "prompt_lengths")
 # Stands for a default, whose value isn't evaluated.
 _SOME_DEFAULT = object()
 
@@ -40,8 +38,10 @@ def check_function_sources(config: Config) -> None:
     _check("algorithm.loss", settings.loss, offered, settings.loss_arguments, positional=1)
     if uses_advantage(config):
         check_not_columns(settings.advantage_arguments)
-        names = advantage_columns(config)
-        _check("algorithm.advantage", settings.advantage, names, settings.advantage_arguments, positional=0)
+        names, key = advantage_columns(config), "algorithm.advantage"
+        _check(
+            key, settings.advantage, names, settings.advantage_arguments, positional=0, settings=dict(config.algorithm)
+        )
 
 
 def uses_advantage(config: Config) -> bool:
@@ -55,7 +55,7 @@ def check_not_columns(arguments: Mapping[str, Any]) -> None:
     Raises:
         AlgorithmError: names the argument.
     """
-    for name in sorted(arguments.keys() & set(_ROW_COLUMNS)):
+    for name in sorted(arguments.keys() & set(ROW_COLUMNS)):
         raise AlgorithmError(
             f"algorithm.advantage_arguments.{name} would replace the column {name!r} of the batch; remove it"
         )
@@ -74,16 +74,25 @@ def advantage_columns(config: Config) -> set[str] | None:
     added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
     added += recipe_of(config).advantage_columns
     added += ["kl_sum"] if "reference" in roles else []
-    return {*_ROW_COLUMNS, *added, *dict(config.algorithm)}
+    return {*ROW_COLUMNS, *added, *dict(config.algorithm)}
 
 
-def _check(key: str, target: str, offered: set[str] | None, arguments: Mapping[str, Any], *, positional: int) -> None:
+def _check(
+    key: str,
+    target: str,
+    offered: set[str] | None,
+    arguments: Mapping[str, Any],
+    *,
+    positional: int,
+    settings: Iterable[str] = (),
+) -> None:
     """Check one function."""
     try:
         definition = _users(key, target) if ":" in target else _built_in(target)
     except Uncertain:
         return
-    check_parameters(parameters_of(definition.args), key, offered, arguments, positional=positional)
+    parameters = parameters_of(definition.args)
+    check_parameters(parameters, key, offered, arguments, target=target, positional=positional, settings=settings)
     if ":" in target:
         return
     check_limits(key, arguments)

@@ -136,7 +136,7 @@ BAD_ARGUMENTS = (
     key("an argument of an advantage that isn't finite", *SMALL, "+algorithm.advantage_arguments.epsilon=nan",
         words=("algorithm.advantage_arguments.epsilon is nan",)),
     key("an advantage without its column", *SMALL, "algorithm.advantage=remax",
-        words=("the function of algorithm.advantage requires 'greedy_rewards'",)),
+        words=("algorithm.advantage=remax requires 'greedy_rewards'",)),
     function("a loss that its module lacks", "import torch\ndef g(tokens): ...\n", "mine has no function f", "are: g"),
     function("a loss that needs what isn't there", "import torch\ndef f(tokens, *, taper): ...\n", "requires 'taper'"),
     function("a loss that isn't Python", "def f(:\n", "mine can't be imported: SyntaxError"),

@@ -77,8 +77,16 @@ def test_advantages_carry_no_gradient():
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("styled", {}, r"requires 'weight'; available are .*rewards.*; set others in algorithm.advantage_arguments"),
-        ("misspelt", {}, r"requires 'group_id' \(did you mean 'group_ids'\?\); available are .*group_ids"),
+        (
+            "styled",
+            {},
+            r"styled requires 'weight'; a batch has rewards, group_ids, valid.*; set others in algorithm.advantage_arg",
+        ),
+        (
+            "misspelt",
+            {},
+            r"misspelt requires 'group_id' \(did you mean 'group_ids'\?\); a batch has .*; keys of algorithm",
+        ),
         ("by_level", {}, r"requires 'level'; .*_arguments, or return them from a scoring role, .* other names\)"),
         ("two_dimensional", {}, r"two_dimensional' returned a tensor \[3, 1\]; return a tensor \[3\]"),
         ("infinite", {}, "infinite' returned inf for row 0; it must be finite"),
@@ -102,7 +110,7 @@ def test_a_loss_is_found_with_arguments_that_it_takes():
         find_loss(f"{__name__}:tapered", {"taper": 2.0}, SETTINGS)
     with pytest.raises(AlgorithmError, match=r"loss_arguments.tokens is not a .* set; those are clip_high, clip_low"):
         find_loss("ppo_clip", {"tokens": 2.0}, SETTINGS)  # passed by position
-    with pytest.raises(AlgorithmError, match=r"the function of algorithm.loss requires 'clip_low'"):
+    with pytest.raises(AlgorithmError, match=r"algorithm.loss=.*:tapered requires 'clip_low'"):
         find_loss(f"{__name__}:tapered", {}, {})
 
 

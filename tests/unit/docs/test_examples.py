@@ -90,5 +90,5 @@ def test_an_advantage_without_the_role_that_makes_its_column_is_refused_before_a
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds its working directory
     assert main(["train", "run_dir=new", "algorithm.advantage=original_advantage:original"]) == 2
     said = capsys.readouterr().err
-    assert "the function of algorithm.advantage requires 'repeated'; available are" in said
+    assert "algorithm.advantage=original_advantage:original requires 'repeated'; a batch has rewards, group_ids" in said
     assert not (tmp_path / "new").exists()
