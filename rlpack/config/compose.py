@@ -16,6 +16,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +25,7 @@ from yaml import YAMLError
 from rlpack.config.errors import ConfigError
 from rlpack.config.given_keys import given_key_problems, given_keys
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, walk
+from rlpack.config.override_hints import comma_problem, how_to_quote
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import EVALUATE_TARGET, config_class, sweep_class
 from rlpack.config.roles import is_builtin
@@ -36,7 +38,6 @@ EVALUATION_NAME = "evaluate"
 PRESETS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
 _LONGEST_OVERRIDE = 65_536
-_LONGEST_HINT = 200
 # What users want who give a group a name of their own.
 _OTHERS = {
     "recipe": "; for a recipe of your own, set recipe.target={}",
@@ -232,9 +233,11 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as reason:
             problem = f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
-            yield f"{problem}{_how_to_quote(text, parser)}"
+            yield f"{problem}{how_to_quote(text, parser)}"
             continue
-        if override.key_or_group in choices:
+        if override.is_choice_sweep() and "Ambiguous value" in str(error) and _is_known(override, root, choices):
+            yield comma_problem(override, find(override.key_or_group, root))
+        elif override.key_or_group in choices:
             group, value = override.key_or_group, override.value()
             for choice in value if isinstance(value, list) else [value]:
                 if choice is None or _is_missing(group, str(choice), error, choices[group]):
@@ -244,6 +247,10 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
             yield f"{text} is a list, but {key} is a section; set one of its keys: {key}.<key>=<value>"
+
+
+def _is_known(override: Override, root: Key, choices: Mapping[str, list[str]]) -> bool:
+    return override.key_or_group in choices or find(override.key_or_group, root) is not None
 
 
 def _odd_choice_problems(text: str, choices: Sequence[str]) -> Iterator[str]:
@@ -265,26 +272,8 @@ def _is_missing(group: str, choice: str, error: Exception, choices: Sequence[str
     return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and choice not in choices
 
 
-def _how_to_quote(text: str, parser: OverridesParser) -> str:
-    """Return how to quote an override in a shell, or "" if quotes don't make it valid."""
-    name, _, value = text.partition("=")
-    quoted = f'{name}="{value}"'
-    if (
-        value[:1] in ("", "[", "{")
-        or len(text) > _LONGEST_HINT
-        or not text.isprintable()
-        or {'"', "'", "\\"}.intersection(text)
-    ):
-        return ""
-    try:
-        parser.parse_override(quoted)
-    except HydraException:
-        return ""
-    return f"; quote its value, in a shell as '{quoted}'"
-
-
 def _wrong_choice_problem(group: str, choice: str, choices: Sequence[str]) -> str:
-    nearest = get_close_matches(choice, choices, n=1)
+    nearest = get_close_matches(choice.lower(), choices, n=1)
     hint = f"; did you mean {group}={nearest[0]}?" if nearest else ";"
     other = _OTHERS.get(group, "").format(choice if "." in choice or "/" in choice else "…")
     return f"{group}={choice} is not a choice{hint} {group} has: {', '.join(choices)}{other}"

@@ -86,6 +86,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     ("override", "message"),
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
+        ("recipe=PPO", "recipe=PPO is not a choice; did you mean recipe=ppo?"),
+        ("experiment=LoRA", "experiment=LoRA is not a choice; did you mean experiment=lora?"),
         ("experiment=[smoke,lorra]", "experiment=lorra is not a choice; did you mean experiment=lora? experiment has:"),
         ("experiment=[smoke,null]", "experiment=null is not a choice; experiment has: eight_bit, lora, smoke"),
         ("experiment=[[smoke]]", "experiment=['smoke'] is not a choice; did you mean experiment=smoke?"),
@@ -111,7 +113,17 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
         ("trainer.steps=\udcff", "is not an override; write key=value"),
         ("seed=" + "9" * 5000, "is not an override; write key=value"),
         ("run_dir=" + "x" * 1_000_000, "has 1000008 characters, over the limit"),
-        ("trainer.steps=1,2", "Ambiguous value for argument 'trainer.steps=1,2'"),
+        (
+            "trainer.steps=1,2",
+            "trainer.steps=1,2 has a comma, but trainer.steps takes one value; add --multirun for one run per value",
+        ),
+        ("rollout.stop_token_ids=3,4", "stop_token_ids=3,4 has a comma; write 'rollout.stop_token_ids=[3,4]'"),
+        (
+            "run_dir=a,b",
+            "run_dir=a,b has a comma; write 'run_dir=\"a,b\"', or add --multirun for one run per value",
+        ),
+        ("recipe=grpo,ppo", "recipe=grpo,ppo has a comma, but recipe takes one value; add --multirun"),
+        ("data.sourse=a,b", "did you mean data.source?"),
         ("hydra.foo=1", "Could not override 'hydra.foo'"),
     ],
 )
@@ -137,6 +149,13 @@ def test_a_value_that_hydra_reads_in_quotes_alone_is_shown_in_them(value):
     hint = str(caught.value).partition("; quote its value, in a shell as ")[2]
     (override,) = shlex.split(hint)
     assert compose([override]).run_dir == value
+
+
+def test_texts_of_a_list_are_shown_in_the_quotes_that_they_need():
+    with pytest.raises(ConfigError, match="is not an override") as caught:
+        compose(["actor.lora.targets=[*.[qv]_proj,lm_*]"])
+    (override,) = shlex.split(str(caught.value).partition("; quote the texts of a list, in a shell as ")[2])
+    assert override == 'actor.lora.targets=["*.[qv]_proj","lm_*"]'
 
 
 @pytest.mark.parametrize("override", ["seed=\udcff", "seed=[1", "run_dir=~'x", "seed"])
