@@ -171,12 +171,31 @@ def check_signature(
         suggestion = (
             (of_answer if missing[0] in {"answer", *_ANSWERS} else "")
             or _suggest(missing[0], {*signature.texts, *names} - {missing[0]})
-            or f"set {key}.{missing[0]}"
+            or f"add the column, or set {key}.{missing[0]}"
         )
         raise RewardError(
-            f"{function_key}={signature.name} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
-            f"and {key} has {sorted(arguments)}; {suggestion}"
+            f"{function_key}={signature.name} needs {missing[0]!r}; "
+            + _offered(signature.kind, names, column_keys or {})
+            + (f", and {key} has {sorted(arguments)}" if arguments else "")
+            + f"; {suggestion}"
         )
+
+
+def _offered(kind: SignatureKind, names: Iterable[str], column_keys: Mapping[str, str]) -> str:
+    """Return what a function could name: the dataset's columns, and what is made from them and from responses.
+
+    Args:
+        kind: how the function is called.
+        names: the columns that it can be passed.
+        column_keys: see `check_signature`.
+    """
+    renamed = {column for column, key in column_keys.items() if key in ("data.answer_column", "data.prompt_column")}
+    made = {"uid", "finish_reason", *(("answer",) if column_keys else ())}
+    own = {*names} - made | renamed
+    texts = {"single": ("prompt", "completion"), "batched": ("prompts", "completions"), "verl": ()}[kind]
+    others = sorted({*texts, *names} - own)
+    also = f" (also available: {', '.join(others)})" if others else ""
+    return f"the dataset has the columns {sorted(own)}{also}"
 
 
 def describe(function: RewardCallable) -> str:

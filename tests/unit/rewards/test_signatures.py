@@ -64,12 +64,25 @@ def test_missing_columns_and_unknown_arguments_are_refused_before_a_call(functio
         check_signature(read_signature(function), ["answer", "data_source"], arguments)
 
 
+def test_the_columns_of_the_dataset_are_told_from_what_is_made_of_them():
+    names, keys = ["uid", "answer", "finish_reason", "level"], {"question": "data.prompt_column"}
+    keys |= {"label": "data.answer_column", "worked": "data.completion_column"}
+    with pytest.raises(RewardError) as caught:
+        check_signature(read_signature(lambda completion, difficulty: 0.0), names, {}, column_keys=keys)
+    assert str(caught.value).endswith(
+        "needs 'difficulty'; the dataset has the columns ['label', 'level', 'question'] (also available: answer, "
+        "completion, finish_reason, prompt, uid); add the column, or set reward.arguments.difficulty"
+    )
+
+
 def test_arguments_and_columns_that_a_function_names_are_taken():
     check_signature(read_signature(final_answer), ["answer", "uid"], {"marker": "="})
     check_signature(read_signature(samples.everything), [], {"anything": 1})
     check_signature(read_signature(samples.compute_score), ["answer", "data_source"], {})
     check_signature(read_signature(samples.compute_score), ["answer"], {"data_source": "sums"})
-    with pytest.raises(RewardError, match=r"needs 'data_source'; .*; set reward\.arguments\.data_source$"):
+    with pytest.raises(
+        RewardError, match=r"needs 'data_source'; .*; add the column, or set reward\.arguments\.data_source$"
+    ):
         check_signature(read_signature(samples.compute_score), ["answer"], {})
 
 
