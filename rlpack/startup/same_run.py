@@ -20,6 +20,7 @@ STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records
 _PHASES = ("train", "sft_warmup")
 # Sections of a stored config that are read here.
 _SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement", "trainer", "evaluation")
+_BUILT_IN = "rlpack.recipes."
 _QUOTES = "\"'"
 # Maximum number of differing keys that an error names.
 _SHOWN_KEYS = 8
@@ -178,7 +179,13 @@ def _other_values(before: Mapping[str, Any], now: Mapping[str, Any], config: Con
         for key in keys
         if not any(one.get(key) == {} and key not in two for one, two in ((before, now), (now, before)))
     ]
-    if len(keys) == 1:
+    if keys == ["recipe.target"] and all(one["recipe.target"].startswith(_BUILT_IN) for one in (before, now)):
+        name, old = (one["recipe.target"].removeprefix(_BUILT_IN) for one in (now, before))
+        yield (
+            f"recipe is {name}, and the checkpoint in run_dir={config.run_dir} was written with {old}; set "
+            f"recipe={old}, or the preset that the run used, or choose another run_dir"
+        )
+    elif len(keys) == 1:
         yield (
             f"{keys[0]} is {now.get(keys[0])!r} and the checkpoint in run_dir={config.run_dir} was written with "
             f"{before.get(keys[0])!r}; set {keys[0]} as it was, or choose another run_dir"

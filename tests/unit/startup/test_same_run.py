@@ -4,7 +4,7 @@ from rlpack.checkpoint import commit
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Data, Model, SFTWarmup, Trainer
+from rlpack.config.schema import Config, Data, Model, Recipe, SFTWarmup, Trainer
 from rlpack.startup.same_run import check_resumed, check_same_run
 
 
@@ -36,6 +36,12 @@ def test_another_seed_is_refused_by_the_newest_state_that_can_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"seed is 2 and the checkpoint in run_dir=.* was written with 1"):
         check_resumed(resumed(tmp_path, seed=2))
     check_resumed(Config(run_dir=str(tmp_path), seed=2))  # without resume=auto, another check refuses the directory
+
+
+def test_another_built_in_recipe_is_refused_by_its_name(tmp_path):
+    save(tmp_path, 4)
+    with pytest.raises(ConfigError, match=r"recipe is ppo, and the .* was written with grpo; set recipe=grpo, or"):
+        check_resumed(resumed(tmp_path, recipe=Recipe(target="rlpack.recipes.ppo")))
 
 
 @pytest.mark.parametrize("changes", [{"config": None}, {"config": {"seed": 1}}, {"progress": {}}])
