@@ -143,14 +143,15 @@ def token_budget_problems(config: Config) -> Iterator[str]:
             key, cp = batching_section(config, role, "max_tokens", forward=forward), _cp(config, role)
             assert batching.max_tokens is not None
             shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
+            slots = slots_of(batching, longest)
             fitting = cp_for(config, role, longest, forward=forward)
             way_out = "" if fitting is None else f"share it among ranks by {fitting}, "
             overlong = _overlong_remedy(config, role)
             yield (
                 f"{key}.max_tokens is {batching.max_tokens // cp} for the role {role}{shared}, under the "
-                f"{slots_of(batching, longest)} slots that the longest sequence takes (data.max_prompt_tokens "
-                f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {config.rollout.max_new_tokens}); raise it, "
-                f"{way_out}lower one of the two, or set {overlong}"
+                f"{slots} slots that the longest sequence takes (data.max_prompt_tokens "
+                f"{config.data.max_prompt_tokens} + rollout.max_new_tokens {config.rollout.max_new_tokens}); raise it "
+                f"to {-(-slots // cp)} or more, {way_out}lower one of the two, or set {overlong}"
             )
 
 

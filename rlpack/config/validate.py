@@ -162,7 +162,8 @@ def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
         return f"write it as {int(value)}, without a point or an exponent"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"it has to be {words} {context[name]}"
+        limit = context[name]
+        return f"it has to be {words} {f'{limit:g}' if isinstance(limit, float) else limit}"
     if kind == "literal_error":
         choices = context["expected"].replace("'", "")
         names = choices.replace(" or ", ", ").split(", ")

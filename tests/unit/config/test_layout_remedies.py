@@ -29,7 +29,7 @@ def problems(composed: dict[str, Any]) -> list[str]:
 
 def remedies(problem: str) -> Iterator[list[str]]:
     """Yield the overrides of each remedy; those of one remedy are separated by single spaces."""
-    ways = re.split(r"; set |; raise it, share it among ranks by ", problem, maxsplit=1)[1]
+    ways = re.split(r"; set |; raise it to \d+ or more, share it among ranks by ", problem, maxsplit=1)[1]
     for found in re.finditer(rf"{OVERRIDE}(?: {OVERRIDE})*", ways):
         yield found.group().split()
 
