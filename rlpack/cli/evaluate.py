@@ -16,6 +16,7 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.cli.environment import check_environment
 from rlpack.cli.failed_run import print_failure, report_failure
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
+from rlpack.cli.split_words import not_an_override
 from rlpack.cli.train import run
 from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import compose, compose_evaluation, groups
@@ -53,6 +54,8 @@ _READ = (*_GROUPS, "evaluate", "seed", "roles", "judge", "job")
 # Keys that name prompts different from those of the run.
 _PROMPTS = {"data", "data.source", "data.validation_source"}
 _ROLES = ("rollout", "reward")
+# Options that users guess for the model or the run.
+_FIRST_ARGUMENT, _COMMAND = ("run", "run_dir", "model", "model_path"), "rlpack evaluate"
 _READ_OF_MODEL = ("tokenizer", "revision", "tokenizer_revision", "trust_remote_code")
 # Arguments of vLLM about the files that it loads.
 _LOADERS = ("load_format", "model_loader_extra_config")
@@ -90,7 +93,7 @@ def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) 
             other arguments.
         DataError: the prompts can't be read.
     """
-    if problems := list(_without_effect(overrides)):
+    if problems := list(_without_effect(overrides, given)):
         raise ConfigError(problems)
     evaluated = find_model(given, choice)
     values = _base_values(evaluated, overrides)
@@ -171,16 +174,16 @@ def _own_code(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: model[key] for key in ("trust_remote_code", "revision")} if model.get("trust_remote_code") else {}
 
 
-def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
+def _without_effect(overrides: Sequence[str], given: str) -> Iterator[str]:
     """Yield a problem for each override without effect on an evaluation, and each word that isn't an override."""
     root = root_key(config_class(EVALUATE_TARGET))
-    for override in overrides:
+    for index, override in enumerate(overrides):
         key = override.lstrip("+~").partition("=")[0]
         section, _, name = key.partition(".")
         if override.startswith("-"):
-            yield _unknown_option(override, root)
+            yield _unknown_option(override, root, given)
         elif "=" not in override and not override.startswith("~"):
-            yield f"{override!r} is not an override; write key=value, such as evaluate.samples=16"
+            yield not_an_override(overrides, index, "evaluate.samples=16")
         elif _is_sweep(override):
             yield f"{override} has several values, but rlpack evaluate takes one; write a list as {key}=[1,2]"
         elif key in ("step", "checkpoint", "evaluate.checkpoint"):
@@ -229,8 +232,10 @@ def _is_sweep(override: str) -> bool:
         return False
 
 
-def _unknown_option(word: str, root: Any) -> str:
+def _unknown_option(word: str, root: Any, given: str) -> str:
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    if name in _FIRST_ARGUMENT:
+        return f"unknown option {word.partition('=')[0]}; the model or run is the first argument: {_COMMAND} {given}"
     close = difflib.get_close_matches(f"--{name}", ["--checkpoint"], n=1)
     hint = f"did you mean {close[0]}?" if close else ""
     if not hint:

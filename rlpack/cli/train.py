@@ -32,6 +32,7 @@ from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
 from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
+from rlpack.cli.split_words import not_an_override
 from rlpack.cli.supervise import begin_attempt, supervise
 from rlpack.cli.sweep_dirs import RECORD_DIR, removed_if_refused
 from rlpack.cli.user_modules import import_from_working_directory
@@ -305,13 +306,13 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     flags: list[str] = []
     overrides: list[str] = []
     previous = ""
-    for word in arguments:
+    for index, word in enumerate(arguments):
         if word.startswith("-") or (previous.startswith("-") and "=" not in word):
             flags.append(word)
         elif "=" in word or word.startswith("~"):
             overrides.append(word)
         else:
-            raise ConfigError([f"{word!r} is not an override; write key=value, such as trainer.steps=50"])
+            raise ConfigError([not_an_override(arguments, index, "trainer.steps=50")])
         flag, _, value = word.partition("=") if word.startswith("-") else (previous, "", word)
         if word.startswith("-") and flag not in _FLAGS:
             raise ConfigError([_unknown_flag(flag)])

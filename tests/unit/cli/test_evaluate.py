@@ -85,6 +85,7 @@ def refused(capsys, *arguments, code=2):
         (["checkpoint=2"], "its checkpoint's step with --checkpoint N"),
         (["step=2"], "its checkpoint's step with --checkpoint N"),
         (["--samples=4"], "overrides take no dashes: write evaluate.samples=…"),
+        (["--run"], "unknown option --run; the model or run is the first argument: rlpack evaluate "),
         (["--chekpoint=4"], "did you mean --checkpoint?"),
         (["seed=1,2"], "seed=1,2 has several values"),
         (["samples"], "'samples' is not an override"),

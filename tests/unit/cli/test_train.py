@@ -241,6 +241,12 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
         (["trainer.stepz=1"], "did you mean trainer.steps?"),
         (["model=tinny"], "did you mean model=tiny?"),
         (["seed"], "'seed' is not an override; write key=value"),
+        (["trainer.steps", "=", "5"], "'trainer.steps' is not an override; write trainer.steps=5, without spaces"),
+        (["trainer.steps=", "5"], "'5' is not an override; write trainer.steps=5, without spaces"),
+        (
+            ["rollout.stop_token_ids=[3,", "4]", "seed=1"],
+            "'4]' is not an override; a value with spaces needs quotes, in a shell as 'rollout.stop_token_ids=[3, 4]'",
+        ),
         (["--seed", "3"], "unknown option --seed; overrides take no dashes: write seed=…"),
         (
             ["--steps=3"],
