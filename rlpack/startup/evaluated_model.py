@@ -183,7 +183,8 @@ def _parse_choice(choice: str) -> tuple[str | None, int]:
 
 def _choice_of(folder: Path) -> str:
     """Return the value of `--checkpoint` that names a checkpoint."""
-    return f"{folder.parent.name}/{folder.name.removeprefix('step-')}"
+    step = folder.name.removeprefix("step-")
+    return step if folder.parent.name == "train" else f"{folder.parent.name}/{step}"
 
 
 def _state(folder: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_a_run_stands_for_its_newest_sound_checkpoint_and_nothing_is_written(run
 def test_a_step_selects_a_checkpoint(run):
     for choice in ("2", "train/2"):
         assert find_model(str(run), choice).checkpoint == run / "checkpoints/train/step-2"
-    with pytest.raises(EvaluationError, match=r"no training checkpoint of step 3; set .* it has: train/4, train/2$"):
+    with pytest.raises(EvaluationError, match=r"no training checkpoint of step 3; set .* it has: 4, 2$"):
         find_model("runs/mine", "3")
 
 
@@ -72,7 +72,7 @@ def test_what_is_no_step_is_an_error_with_examples(run, choice):
 def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wrong(run):
     damage(run, 4)
     with pytest.raises(
-        CheckpointError, match=r"step-4: .*weights.*choose another with --checkpoint \(there are train/4, train/2\)"
+        CheckpointError, match=r"step-4: .*weights.*choose another with --checkpoint \(there are 4, 2\)"
     ):
         find_model("runs/mine", "4")
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_the_warm_up_is_evaluated_in_place_of_the_trainings_only
     assert find_model("runs/mine", "4").checkpoint == run / "checkpoints/train/step-4"
     damage(run, 2)
     damage(run, 4)
-    with pytest.raises(CheckpointError, match=r"step-4: .*; .*step-2: .*there are train/4, train/2, sft_warmup/4"):
+    with pytest.raises(CheckpointError, match=r"step-4: .*; .*step-2: .*there are 4, 2, sft_warmup/4"):
         find_model("runs/mine", None)
     assert not caplog.records
     assert find_model("runs/mine", "sft_warmup/3").checkpoint == warm_up
@@ -158,7 +158,7 @@ def test_what_is_no_run_is_a_model_and_has_no_checkpoints(run, tmp_path):
         find_model("model", "1")
     with pytest.raises(ModelError, match=r"'runs/mien' is not a folder; did you mean runs/mine\?"):
         find_model("runs/mien", None)
-    with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint train/4"):
+    with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint 4"):
         find_model("runs/mine/checkpoints/train/step-4", None)
 
 
