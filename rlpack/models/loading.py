@@ -311,8 +311,10 @@ def _without_adapter_lookup(arguments: dict[str, Any]) -> dict[str, Any]:
 def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     """Call `from_pretrained`, raising every kind of failure as a `ModelError` that names the key."""
     if missing := _missing_files(kind, name):  # without files, transformers builds a tokenizer without a vocabulary
+        other = ", or set model.tokenizer to a folder or hub name that has one"
         raise ModelError(
             f"{key} is {name!r}, which can't be loaded: {missing}; set a folder that has it, or a hub name"
+            + other * (kind is AutoTokenizer and key == "model.path")
         )
     try:
         folder = Path(os.path.expanduser(name))

@@ -175,6 +175,10 @@ def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded: there is no tokenizer\.json or"):
         load_tokenizer(Model(tokenizer=str(tmp_path)))
+    with pytest.raises(
+        ModelError, match=r"model\.path is .*; set a folder that .*, or set model\.tokenizer to a folder"
+    ):
+        load_tokenizer(Model(path=str(tmp_path)))
 
 
 def test_an_exported_character_tokenizer_keeps_spaces_and_marks_unknown_characters(tmp_path: Path):
