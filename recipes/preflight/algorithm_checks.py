@@ -2,7 +2,6 @@
 
 import logging
 import traceback
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,12 @@ from rlpack.workers.loss import PolicyGradientLoss
 logger = logging.getLogger(__name__)
 
 # What functions raise because of values, not of types or shapes.
-_DEPENDS_ON_VALUES = (ArithmeticError, AssertionError, ValueError, torch.linalg.LinAlgError)
+_DEPENDS_ON_VALUES = (
+    ArithmeticError,
+    AssertionError,
+    ValueError,
+    torch.linalg.LinAlgError,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 
 def check_algorithm(config: Config) -> None:
@@ -78,7 +82,7 @@ def _check_advantage(config: Config) -> None:
 
 def _place(error: Exception) -> str:
     """Return file and line of the last call in the user's code, "" if there is none."""
-    packages = tuple(str(Path(module.__file__).parent) for module in (rlpack, torch))
+    packages = (*rlpack.__path__, *torch.__path__)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
