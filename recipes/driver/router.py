@@ -54,8 +54,6 @@ MOST_REPEATS = 3
 _SLACK_S = 30.0
 # Longest wait of the driver between two looks at the calls.
 _WAIT_S = 10.0
-# Columns of prompts that `RolloutWorker.advance` reads.
-_READ = ("input_ids", "seeds", "group_ids", "uid")
 # Answered rows that are kept together; a group that becomes complete is selected from all parts with rows of it.
 _PART_ROWS = 32
 
@@ -118,7 +116,7 @@ class Router:
             RoleError: a rank raised, died or missed its deadline.
             RowError: a row failed after `MOST_REPEATS` repetitions.
         """
-        self._prompts, self._no_rows = prompts, prompts.keep(_READ).select([])
+        self._prompts, self._no_rows = prompts, prompts.select([])
         ids = prompts["group_ids"].numpy()
         self._group_of = np.cumsum(np.diff(ids, prepend=ids[:1]) != 0)
         self._left = np.bincount(self._group_of)  # rows that have not ended, by group

@@ -6,11 +6,11 @@ import traceback
 import torch
 from torch import Tensor
 
-import rlpack
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import advantage_parameters, call_advantage, find_advantage
 from rlpack.config.schema import Config
+from rlpack.distributed.failures import place_in_user_code
 from rlpack.startup.function_sources import advantage_columns, uses_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.loss import PolicyGradientLoss
@@ -74,17 +74,10 @@ def _check_advantage(config: Config) -> None:
     except Exception as error:  # the function may be a user's
         rows = f"{columns['rewards'].numel()} example rows, with rewards of 0 and 1,"
         problem = f"algorithm.advantage is {settings.advantage!r}, whose call with {rows} failed: "
-        problem += f"{describe_exception(error)}{_place(error)}"
+        problem += f"{describe_exception(error)}{place_in_user_code(''.join(traceback.format_exception(error)))}"
         if not isinstance(error, _DEPENDS_ON_VALUES):
             raise AlgorithmError(problem) from error
         logger.warning("%s. If the rows of a step can't cause it, ignore this warning", problem)
-
-
-def _place(error: Exception) -> str:
-    """Return file and line of the last call in the user's code, "" if there is none."""
-    packages = (*rlpack.__path__, *torch.__path__)
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(packages)]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _example_columns(config: Config, offered: set[str] | None) -> dict[str, Tensor]:

@@ -24,6 +24,8 @@ def comma_problem(override: Override, key: Key | None) -> str:
     text = override.input_line or ""
     name, _, value = text.partition("=")
     kind = "" if key is None else str(key.annotation)
+    if kind.startswith("dict"):
+        return f"{text} has a comma, but {name} has entries; set them one by one, as in {name}.<name>=<value>"
     if "tuple" in kind or "list" in kind:
         return f"{text} has a comma; write '{name}=[{value}]'"
     if "str" in kind and not {'"', "'", "\\"}.intersection(text):
@@ -37,7 +39,10 @@ def how_to_quote(text: str, parser: OverridesParser) -> str:
     if len(text) > _LONGEST_HINT or not text.isprintable() or {'"', "'", "\\"}.intersection(text):
         return ""
     if value[:1] == "[" and value[-1:] == "]":
-        items = ",".join(f'"{item.strip()}"' for item in value[1:-1].split(","))
+        texts = value[1:-1].split(",")
+        if any(text.count("[") != text.count("]") or text.count("{") != text.count("}") for text in texts):
+            return ""  # a comma within a pattern
+        items = ",".join(f'"{item.strip()}"' for item in texts)
         quoted, what = f"{name}=[{items}]", "the texts of a list"
     elif value[:1] in ("", "[", "{"):
         return ""

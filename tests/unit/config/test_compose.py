@@ -122,6 +122,7 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
             "run_dir=a,b",
             "run_dir=a,b has a comma; write 'run_dir=\"a,b\"', or add --multirun for one run per value",
         ),
+        ("rollout.vllm=a,b", "rollout.vllm=a,b has a comma, but rollout.vllm has entries; set them one by one"),
         ("recipe=grpo,ppo", "recipe=grpo,ppo has a comma, but recipe takes one value; add --multirun"),
         ("data.sourse=a,b", "did you mean data.source?"),
         ("hydra.foo=1", "Could not override 'hydra.foo'"),
@@ -158,7 +159,9 @@ def test_texts_of_a_list_are_shown_in_the_quotes_that_they_need():
     assert override == 'actor.lora.targets=["*.[qv]_proj","lm_*"]'
 
 
-@pytest.mark.parametrize("override", ["seed=\udcff", "seed=[1", "run_dir=~'x", "seed"])
+@pytest.mark.parametrize(
+    "override", ["seed=\udcff", "seed=[1", "run_dir=~'x", "seed", "actor.lora.targets=[*.[q,v]_p]"]
+)
 def test_nothing_is_said_of_quotes_that_would_not_help(override):
     with pytest.raises(ConfigError) as caught:
         compose([override])

@@ -1,6 +1,7 @@
 """Losses and advantage functions that fail before any process starts."""
 
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -102,6 +103,10 @@ def without_length(rewards: Tensor, response_lengths: Tensor) -> Tensor:
     return rewards - terms @ torch.linalg.solve(terms.T @ terms, terms.T @ rewards)
 
 
+def with_a_library(rewards: Tensor) -> Tensor:
+    return rewards - statistics.mean([])
+
+
 def of_long_responses(rewards: Tensor, response_lengths: Tensor) -> Tensor:
     if not (response_lengths > 10**6).any():
         raise ValueError("no response is long")
@@ -111,6 +116,9 @@ def of_long_responses(rewards: Tensor, response_lengths: Tensor) -> Tensor:
 def test_an_error_that_the_example_values_may_cause_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     check("without_length")
     assert not caplog.records
+    check("with_a_library")
+    assert f"({__file__}, line " in caplog.text
+    caplog.clear()
     check("of_long_responses")
     (record,) = caplog.records
     assert re.search(

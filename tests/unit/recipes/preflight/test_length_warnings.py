@@ -61,6 +61,7 @@ def test_runs_and_evaluations_warn(caplog):
     [
         ({"rope_type": "default"}, 64),
         ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 16}, 64),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
         (
