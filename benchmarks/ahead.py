@@ -17,6 +17,7 @@ of the same ranks without one.
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import subprocess
@@ -35,7 +36,8 @@ DEADLINE_S, GROUP = 600.0, 2
 _PRODUCTS = 6000
 # Tokens of a long response over the mean of a short one, and the share of long ones.
 TAIL, SHARE = 5, 0.1
-SHORT_LETTERS, LONG_LETTERS = ALPHABET[:20], ALPHABET[20:22]
+# The letters of each phase of a short response, and those of the only phase of a long one.
+SHORT_PHASES, LONG_PHASE = ("ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st"), "uv"
 WAYS = {
     "two ranks in turns": ("placement=cpu",),
     "a rank for each, lead 0": ("placement=two_pools",),
@@ -46,8 +48,10 @@ WAYS = {
 def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
     """Save a model whose responses are short or as long as the limit of `longest` tokens, and the prompts of a step.
 
-    Only the embedding sets two entries of the hidden state: a constant, and the letter's kind. The output layer reads
-    them, so that a response has letters of the kind of its prompt's last letter, and ends with this kind's probability.
+    A prompt's last letter decides which. A short response passes through all phases, each of a geometrically
+    distributed number of letters, and ends: its length has a standard deviation of 32 % of the mean. A long response
+    doesn't leave its phase. Only the embedding sets the first entries of the hidden state, a constant and one for each
+    phase. The output layer reads them, so that the next letter depends on the last one's phase only.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -69,33 +73,38 @@ def write_inputs(folder: Path, longest: int, num_prompts: int) -> None:
         eos_token_id=eos_id(tokenizer),
     )
     model: Any = Qwen2ForCausalLM(config)
-    kinds = torch.tensor([1.0] * len(SHORT_LETTERS) + [-1.0] * len(LONG_LETTERS))
-    ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(SHORT_LETTERS + LONG_LETTERS)))
+    phases = (*SHORT_PHASES, LONG_PHASE)
+    ids = [tokenizer.convert_tokens_to_ids(list(letters)) for letters in phases]
+    # Odds that a letter is the last one of its phase.
+    share = len(SHORT_PHASES) * TAIL / longest
+    odds = share / (1 - share)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[:2] = 0
-            layer.mlp.down_proj.weight[:2] = 0
+            layer.self_attn.o_proj.weight[: len(phases) + 1] = 0
+            layer.mlp.down_proj.weight[: len(phases) + 1] = 0
         embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
-        # Large against the other entries, so that the norm makes them √(128 / 2) in size whatever else there is.
-        embedding[:, :2] = 0
+        # Large against the other entries, so that the norm makes both √(128 / 2) in size whatever else there is.
+        embedding[:, : len(phases) + 1] = 0
         embedding[:, 0] = 100.0
-        embedding[ids, 1] = 100.0 * kinds
         size = (128 / 2) ** 0.5
-        head[:, :2] = 0
+        head[:, : len(phases) + 1] = 0
         head[:, 0] = -100 / size
-        # Logits after a letter that has a kind: 0 for letters of this kind, -40 for those of the other one. The end has
-        # its log odds after a short letter, and -40 or less after others.
-        head[ids, 0] = -20 / size
-        head[ids, 1] = 20 * kinds / size
         head[config.eos_token_id, 0] = -40 / size
-        head[config.eos_token_id, 1] = (40 + float(np.log(len(SHORT_LETTERS) / (longest / TAIL - 1)))) / size
+        # Logits after a letter: 0 for letters of its phase, log(odds) for those of the next one, -40 for others.
+        for phase, letters in enumerate(ids, start=1):
+            embedding[letters, phase] = 100.0
+            head[letters, 0] = -40 / size
+            head[letters, phase] = 40 / size
+        for phase, letters in enumerate(ids[1 : len(SHORT_PHASES)], start=1):
+            head[letters, phase] = (40 + math.log(odds)) / size
+        head[config.eos_token_id, len(SHORT_PHASES)] = (40 + math.log(len(SHORT_PHASES[-1]) * odds)) / size
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
     num_long = max(1, round(num_prompts * SHARE))
     last = (
-        rng.choice(list(LONG_LETTERS), num_long).tolist()
-        + rng.choice(list(SHORT_LETTERS), num_prompts - num_long).tolist()
+        rng.choice(list(LONG_PHASE), num_long).tolist()
+        + rng.choice(list(SHORT_PHASES[0]), num_prompts - num_long).tolist()
     )
     texts = ["".join(rng.choice(list(ALPHABET), rng.integers(8, 25))) + letter for letter in last]
     records = "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts)
@@ -191,6 +200,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 4:
         parser.error(f"--steps is {options.steps}; the first two and the last don't count, so it has to be at least 4")
+    if options.longest <= len(SHORT_PHASES) * TAIL:
+        parser.error(f"--longest is {options.longest}; it has to be above {len(SHORT_PHASES) * TAIL}")
     work = Work(options.steps, options.mini_batches, options.prompts, options.longest)
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
