@@ -144,7 +144,8 @@ def _simplified(answer: Expr) -> Expr:
     value = cast(Expr, value.doit())
     if value.free_symbols or _num_terms(value) > _MOST_TERMS or _has_nested_sums(value):
         return value
-    return cast(Expr, expand(radsimp(value)))
+    # Term by term: over a common denominator, each radical would double the number of terms.
+    return cast(Expr, expand(Add(*map(radsimp, Add.make_args(value)))))
 
 
 def _has_nested_sums(value: Expr) -> bool:
