@@ -37,6 +37,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -107,6 +108,7 @@ class WorkerGroup(Generic[W]):
         self._role_class, self._cost = role_class, cost
         self._producers: Producers = producers or {}
         self._plan: MicrobatchPlan | None = None
+        self._turns = _Turns(self.dp_size)  # shared by copies of the group
         self.seed = 0
 
     @property
@@ -280,8 +282,9 @@ class WorkerGroup(Generic[W]):
         plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches, whole_groups=whole_groups)
         batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
         # A background call takes part in no collective, so ranks without rows don't need it.
-        data_ranks = _data_ranks_with_rows(plan) if dispatch.background else range(self.dp_size)
-        kept = [shard.keep(names) for shard in batch.shard(plan, ranks=data_ranks)]  # truncated rows: cut by input_ids
+        planned = _data_ranks_with_rows(plan) if dispatch.background else range(self.dp_size)
+        kept = [shard.keep(names) for shard in batch.shard(plan, ranks=planned)]  # truncated rows: cut by input_ids
+        data_ranks = self._turns.in_turn(planned)
         shards = dict(zip(data_ranks, kept, strict=True))
         called = [rank for rank in range(self.num_ranks) if self.layout.dp_rank_of(rank) in shards]
         call = Call(
@@ -334,6 +337,24 @@ class WorkerGroup(Generic[W]):
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class declares."""
         return dispatch_of(method if self._role_class is None else own_version(self._role_class, method))
+
+
+class _Turns:
+    """The data ranks of calls with fewer rows than data ranks, in turn.
+
+    A plan gives such rows to the lowest data ranks. Background calls of several groups would all wait for these.
+    """
+
+    def __init__(self, dp_size: int) -> None:
+        self._dp_size, self._next, self._lock = dp_size, 0, Lock()
+
+    def in_turn(self, planned: Sequence[int]) -> Sequence[int]:
+        """Return the data ranks that get the rows of the planned ones."""
+        if len(planned) == self._dp_size:
+            return planned
+        with self._lock:
+            first, self._next = self._next, (self._next + len(planned)) % self._dp_size
+        return [(rank + first) % self._dp_size for rank in planned]
 
 
 def _data_ranks_with_rows(plan: MicrobatchPlan) -> Sequence[int]:

@@ -363,6 +363,20 @@ def test_a_background_call_goes_only_to_ranks_that_have_rows():
     assert ranks.calls[-1].called == tuple(range(8))
 
 
+def test_background_calls_with_few_rows_go_to_all_data_ranks_in_turn():
+    layout = ParallelLayout(dp_shard=5, tp=2)
+    ranks = RecordingRanks(10, layout)
+    scorers = WorkerGroup("scorer", ranks, Batching(), role_class=Scorer, layout=layout)
+    batch = tiny_rollouts(SIZES)
+    pairs = [batch.select([first, first + 1]) for first in range(5)]
+    pending = [scorers.submit(Scorer.score, pair) for pair in pairs]
+    called = [layout.dp_rank_of(rank) for call in ranks.calls for rank in call.outputs]
+    assert sorted(called) == sorted(2 * list(range(5)))
+    for pair, scored in zip(pairs, pending, strict=True):
+        assert scored.result().row_ids.tolist() == pair.row_ids.tolist()
+        assert scored.result()["rewards"].tolist() == pair["input_ids"].lengths.tolist()
+
+
 def test_a_background_call_on_rows_that_the_plan_drops_goes_to_one_rank():
     ranks = RecordingRanks(2)
     scorers = WorkerGroup("scorer", ranks, Batching(max_tokens=8, overlong="drop"), role_class=Scorer)
