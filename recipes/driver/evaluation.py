@@ -107,9 +107,10 @@ def sample_and_score(
     A streaming engine adds to `metrics`, as in `sample_responses`.
     """
     pending = PendingRewards([session.groups["reward"]])
-    rollouts = sample_responses(
-        session, drawn, samples, temperature=temperature, on_part=pending.submit, metrics=metrics
-    )
+    with pending.collecting(session.config.rollout.engine):
+        rollouts = sample_responses(
+            session, drawn, samples, temperature=temperature, on_part=pending.submit, metrics=metrics
+        )
     return rollouts, pending.result()
 
 

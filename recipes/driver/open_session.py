@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.config.roles import started_roles
+from rlpack.config.roles import longest_planned_row, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
@@ -128,7 +128,9 @@ def _start_groups(
     """Start the roles that the recipe uses; `model` is the policy on the meta device."""
     names, settings = started_roles(config), (with_absolute_models(config, os.environ), tokenizer)
     with _timing_start(run, names):
-        return RoleGroups(start_roles(cluster, config, names, settings, cost=sequence_cost(model)))
+        return RoleGroups(
+            start_roles(cluster, config, names, settings, cost=sequence_cost(model, longest_planned_row(config)))
+        )
 
 
 @contextmanager

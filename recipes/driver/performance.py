@@ -7,7 +7,7 @@ for the call's result: with `trainer.lead`, the scores of a later batch count fo
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Self
 
@@ -146,10 +146,10 @@ def flops_of_roles(config: Config, model: PreTrainedModel) -> dict[str, ModelFlo
             initial = build_meta_model(Model(path=path, revision=config.critic.revision), key="critic.path")
         critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
-        flops["critic"] = ModelFlops(model_flops(critic.model).body, trained=model_flops(critic.model).trained)
+        flops["critic"] = replace(model_flops(critic.model), head=0.0)
     if "reward_model" in names:
         path, key = config.reward_model.path, "reward_model.path"
         assert path is not None, "a reward model is started only with a path"
         settings = load_config(Model(path=path, revision=config.reward_model.revision), key=key)
-        flops["reward_model"] = ModelFlops(model_flops(language_model(build_meta_classifier(settings, path))).body)
+        flops["reward_model"] = replace(model_flops(language_model(build_meta_classifier(settings, path))), head=0.0)
     return flops

@@ -16,6 +16,7 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     gpus_per_rank,
     is_builtin,
+    longest_planned_row,
     optimizers,
     pool_of,
     role_compute,
@@ -133,7 +134,9 @@ class Estimator:
         Raises:
             PackingError: a sequence is longer than a token budget.
         """
-        return plans_of(config, model_roles(config), self.batch(config), sequence_cost(self.model))
+        return plans_of(
+            config, model_roles(config), self.batch(config), sequence_cost(self.model, longest_planned_row(config))
+        )
 
     def memory(self, config: Config) -> RunMemory:
         """Return the memory of a run."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import gpus_per_rank, optimizers, pool_of, role_compute
+from rlpack.config.roles import gpus_per_rank, optimizers, pool_of, role_compute, role_parallel
 from rlpack.config.schema import Config, Model
 from rlpack.data.tokenization import pad_id
 from rlpack.distributed.context import RankContext
@@ -32,7 +32,9 @@ from rlpack.models.memory_simulation import (
 )
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
+from rlpack.models.pipeline_parallel import stage_layers
 from rlpack.models.policy import Policy
+from rlpack.models.stage_wiring import LAYERS
 from rlpack.workers.build import divide_weights, set_trained_weights, share_rows
 
 # Built-in roles that run a model which ranks share.
@@ -61,7 +63,8 @@ def role_memory(
     """Return the memory of a role's model on the rank that needs most.
 
     Within a pipeline stage, no rank has larger parts than the first one. The first stage keeps the activations of the
-    most microbatches, and the last one has the output layer.
+    most microbatches, and the last one has the output layer. A stage between them needs most only if its layers are
+    larger, such as those with experts after dense ones.
 
     Args:
         config: the whole configuration.
@@ -93,10 +96,32 @@ def role_memory(
             return update
         return with_forward(update, simulate_forward(build(rank), forward, entropy=role == "actor", device=device))
 
-    ranks = sorted({0, layout.output_ranks[0]})
+    stages_to_try = _stages_to_try(config, role, tokenizer, layout.pp)
+    ranks = [stage * layout.world_size // layout.pp for stage in stages_to_try]
     stages = [call_on_fake_rank(rank, layout.world_size, partial(simulate, rank)) for rank in ranks]
     largest = max(stages, key=lambda memory: memory.peak)
     return replace(largest, transient=max(memory.transient for memory in stages))
+
+
+def _stages_to_try(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, num_stages: int) -> list[int]:
+    """Return the first and the last stage, and those between them with more weights in their layers than the first.
+
+    Of stages whose layers have the same sizes, the first one is returned.
+    """
+    if num_stages < 3:
+        return list(range(num_stages))
+    whole = meta_model(config, role, tokenizer)
+    layers = language_model(whole.model).get_submodule(LAYERS).children()
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    runs = stage_layers(len(sizes), num_stages * role_parallel(config, role).vpp)
+    of_stages = [
+        sorted(sizes[layer] for run in runs[stage::num_stages] for layer in run) for stage in range(num_stages)
+    ]
+    larger: dict[tuple[int, ...], int] = {}
+    for stage in range(1, num_stages - 1):
+        if sum(of_stages[stage]) > sum(of_stages[0]):
+            larger.setdefault(tuple(of_stages[stage]), stage)
+    return [0, *larger.values(), num_stages - 1]
 
 
 def meta_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PackedModel:

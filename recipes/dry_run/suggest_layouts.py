@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, get_args
 
 from rlpack.cli.tables import table
-from rlpack.config.roles import forward_batching, gpus_per_rank, pool_of, role_batching
+from rlpack.config.roles import forward_batching, gpus_per_rank, longest_planned_row, pool_of, role_batching
 from rlpack.config.schema import Config
 from rlpack.config.sections.parallelism import ContextMethod
 from rlpack.distributed.errors import in_units
@@ -159,7 +159,7 @@ def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms:
 
     If longer rows than the configured budget are cut or run alone, the budget isn't lowered, so that no others are.
     """
-    cost, batch = sequence_cost(estimator.model), estimator.batch(config)
+    cost, batch = sequence_cost(estimator.model, longest_planned_row(config)), estimator.batch(config)
     plans, given = _Plans(batch, cost), role_batching(config, "actor")
     least = batch.longest if given.overlong == "error" else min(batch.longest, given.budget)
     seen = set()

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.cli.tables import table
 from rlpack.config.recipes import recipe_section
-from rlpack.config.roles import started_roles
+from rlpack.config.roles import calls_reward_functions, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.data.prompts import Prompts
@@ -59,7 +59,7 @@ from rlpack.observe.run_dir import LOG
 from rlpack.recipes.driver.splits import cache_splits, load_held_out
 from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
 from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
-from rlpack.recipes.evaluate.identity_hashes import model_hash, reward_hash
+from rlpack.recipes.evaluate.identity_hashes import code_hash, model_hash
 from rlpack.recipes.evaluate.run_prompts import warn_of_other_prompts
 from rlpack.recipes.evaluate.shared_export import check_export_is_shared
 from rlpack.recipes.preflight.config_checks import check_before_evaluation
@@ -77,7 +77,7 @@ def main(config: Config) -> None:
     if settings.output_dir is None and (other := other_evaluation(output, arguments)):
         console.note(other)
     config = _with_dtype(config)
-    reader = answer_reader((one.target, one.arguments) for one in function_specs(config.reward).values())
+    reader = reader_of_votes(config)
     with _log_in(output), _loadable(config, output, console) as loadable:
         tokenizer, prompts = load_held_out(loadable)
         warn_of_other_prompts(config, prompts)
@@ -86,7 +86,7 @@ def main(config: Config) -> None:
             "prompts": prompts.fingerprint,
             "model": model_hash(config),
             "tokenizer": tokenizer_hash(tokenizer),  # has the token that ends a response
-            "reward functions": reward_hash(config),
+            "reward functions and roles": code_hash(config),
         }
         open_evaluation(output, arguments, hashes)
         layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)
@@ -99,6 +99,12 @@ def main(config: Config) -> None:
         if done < len(prompts):
             _generate(loadable, tokenizer, prompts, console, file, reader, list(layout.parts(done)))
     _report(config, output, file, layout, reader, console)
+
+
+def reader_of_votes(config: Config) -> AnswerReader:
+    """Return how majority votes read answers: as the first reward function that defines answers, if functions score."""
+    functions = function_specs(config.reward).values() if calls_reward_functions(config) else ()
+    return answer_reader((one.target, one.arguments) for one in functions)
 
 
 @contextmanager

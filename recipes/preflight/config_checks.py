@@ -16,8 +16,8 @@ from rlpack.config.evaluation_sets import naming, set_configs
 from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import CALLS_SERVER, JUDGE
-from rlpack.config.roles import forward_batching, role_batching, started_roles
-from rlpack.config.schema import Config, Model, builtin_roles
+from rlpack.config.roles import calls_reward_functions, forward_batching, role_batching, started_roles
+from rlpack.config.schema import Config, Model
 from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
 from rlpack.data.prompts import Prompts
 from rlpack.data.tokenization import longest_token, pad_id, tokenizer_name
@@ -210,7 +210,7 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
         check_reward_columns(config, split.examples)
         for warning in answer_warnings(config, split.examples, "the dataset"):
             logger.warning("%s", warning)
-    is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
+    is_custom = not calls_reward_functions(config)
     if is_custom or config.placement.address is not None:  # ranks on another machine check its kernel
         return
     if config.reward.sandbox == "strict" and (reason := why_not_strict(processes=config.reward.subprocesses > 0)):

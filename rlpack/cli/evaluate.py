@@ -59,6 +59,12 @@ _FIRST_ARGUMENT, _COMMAND = ("run", "run_dir", "model", "model_path"), "rlpack e
 _READ_OF_MODEL = ("tokenizer", "revision", "tokenizer_revision", "trust_remote_code")
 # Arguments of vLLM about the files that it loads.
 _LOADERS = ("load_format", "model_loader_extra_config")
+# Values of the keys of `rollout` that rollout.engine=hf doesn't take over from a run with vLLM.
+_WITHOUT_VLLM = {
+    **dict.fromkeys(("compile", "kv_cache_gb", "sleep_level", "dtype")),
+    "vllm": {},
+    "deterministic": False,
+}
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -151,10 +157,12 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
     else:
         values = run_values(evaluated.state)
         # An export has no adapters, and weights are published once, before anything is generated.
-        values["rollout"] |= {"lora": "merged", "publish": "drain", "kv_cache": "clear"}
+        values["rollout"] = values["rollout"] | {"lora": "merged", "publish": "drain", "kv_cache": "clear"}
         # The run loads published weights, whatever the file format; an evaluation loads the export's safetensors.
         inherited = (values["rollout"].get("vllm") or {}).items()
         values["rollout"]["vllm"] = {name: value for name, value in inherited if name not in _LOADERS}
+        if "rollout.engine=hf" in (override.lstrip("+") for override in overrides):
+            values["rollout"] |= _WITHOUT_VLLM
     chosen = set(_keys(overrides))
     if "roles.reward.target" in chosen:
         values.pop("judge", None)  # it was that of the run's reward role

@@ -27,7 +27,11 @@ def engine_problems(config: Config) -> Iterator[str]:
     if rollout.engine == "hf":
         for name, value in unread.items():
             if value is not None:
-                yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
+                unset = f"~rollout.vllm.{next(iter(value))}" if isinstance(value, dict) else f"rollout.{name}=null"
+                yield (
+                    f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm, or "
+                    f"{unset}"
+                )
         if rollout.lora == "adapter":
             yield (
                 "rollout.lora is adapter, but rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "

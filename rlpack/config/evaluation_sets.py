@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import started_roles
-from rlpack.config.schema import Config, EvaluationSet, builtin_roles
+from rlpack.config.roles import calls_reward_functions, started_roles
+from rlpack.config.schema import Config, EvaluationSet
 
 # The column with the set's name in the rows that the reward role scores, where the set has its own reward.
 COLUMN = "evaluation_set"
@@ -93,7 +93,7 @@ def evaluation_set_problems(config: Config) -> Iterator[str]:
                 yield f"{key}.reward_arguments is set, but {key}.reward_function is null; set both or neither"
         elif not recipe_of(config).generates or "reward" not in started_roles(config):
             yield f"{key}.reward_function is set, but recipe={config.recipe.name} has no reward; leave it out"
-        elif config.roles["reward"].target != builtin_roles()["reward"].target:
+        elif not calls_reward_functions(config):
             yield (
                 f"{key}.reward_function is set, but roles.reward.target is {config.roles['reward'].target}, which "
                 f"scores all rows; leave it out, or let the role read the column {COLUMN}"

@@ -26,6 +26,11 @@ WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
 _KEY = re.compile(r"\bbatching\.(\w+)")
 
 
+def calls_reward_functions(config: Config) -> bool:
+    """Whether the role `reward` is the built-in one; another may call the reward functions in other ways, or not."""
+    return config.roles["reward"].target == builtin_roles()["reward"].target
+
+
 def role_batching(config: Config, role: str) -> Batching:
     """Return the batching of `role`: its own values, and the actor's (`batching`) for those that it leaves null.
 
@@ -337,6 +342,11 @@ def longest_known_row(config: Config) -> int | None:
     if not recipe_of(config).generates or config.sft_warmup.steps > 0:
         return None
     return longest_rollout(config)
+
+
+def longest_planned_row(config: Config) -> int:
+    """Return the tokens of the longest row of usual plans: of a rollout, or what a microbatch of the actor holds."""
+    return longest_known_row(config) or role_batching(config, "actor").budget
 
 
 def longest_rollout(config: Config) -> int:

@@ -307,10 +307,10 @@ def _hub(source: str, split: str, use: SplitUse) -> Iterator[Row]:
             shown = names[1].replace("'", "")
             given = "has several subsets" if use.subset is None else f"has no subset {use.subset!r}"
             raise DataError(f"dataset {source!r} {given}; set {use.subset_key} to one of {shown}") from error
+        folder = "a folder with files of the dataset only" if Path(source).is_dir() else "a folder"
         raise DataError(
-            f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; "
-            f"set {use.source_key} to a dataset on the Hub, a folder, a .jsonl or .parquet file, and {use.split_key} "
-            "to its split"
+            f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; set {use.source_key} to a "
+            f"dataset on the Hub, {folder}, a .jsonl or .parquet file, and {use.split_key} to its split"
         ) from error
 
 

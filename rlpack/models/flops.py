@@ -4,8 +4,9 @@ A backward pass takes twice the linear and twice the quadratic FLOPs of a forwar
 ratio, which stays the same.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,16 @@ class ModelFlops:
     causal attention at half of all pairs, and with the output layer only at the tokens that it scores.
 
     Attributes:
-        body: forward pass without the output layer.
+        body: forward pass without the output layer and without attention in a window.
         head: forward FLOPs of the output layer per scored token.
         trained: share of the matrix weights that a token uses that get a gradient.
+        windows: heads times their size, by window, summed over the layers whose tokens attend to so many keys at most.
     """
 
     body: Cost
     head: float = 0.0
     trained: float = 1.0
+    windows: Mapping[int, float] = field(default_factory=dict)
 
     def forward(self, lengths: np.ndarray, scored: int) -> float:
         """Return the FLOPs of a forward pass.
@@ -44,7 +47,7 @@ class ModelFlops:
             lengths: tokens of each row, int64 [B].
             scored: tokens that the output layer scores.
         """
-        return float(self.body.of(lengths).sum()) + self.head * scored
+        return self._attention(lengths) + self.body.linear * float(lengths.sum()) + self.head * scored
 
     def update(self, lengths: np.ndarray, scored: int) -> float:
         """Return the FLOPs of a forward and a backward pass.
@@ -53,11 +56,24 @@ class ModelFlops:
         its weight if the weight is trained. Both factors of attention's products need a gradient. Arguments are those
         of `forward`.
         """
-        attention = self.body.quadratic * float(np.square(lengths, dtype=np.float64).sum())
+        attention = self._attention(lengths)
         return 3.0 * attention + (2.0 + self.trained) * (self.forward(lengths, scored) - attention)
 
+    def _attention(self, lengths: np.ndarray) -> float:
+        """Return the forward FLOPs of attention's products.
 
-def sequence_cost(model: PreTrainedModel) -> Cost:
+        A token attends to itself and the keys before it, as many as the window has: L²/2 pairs of a row up to a window
+        of w, and w·L - w²/2 of a longer one.
+        """
+        rows = lengths.astype(np.float64)
+        flops = self.body.quadratic * float(np.square(rows).sum())
+        for window, width in self.windows.items():
+            keys = np.minimum(rows, window)
+            flops += 4.0 * width * float((keys * rows - keys**2 / 2).sum())
+        return flops
+
+
+def sequence_cost(model: PreTrainedModel, longest: int | None = None) -> Cost:
     """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`, all of its tokens scored.
 
     The model may be on the meta device.
@@ -68,10 +84,20 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
       layer (Kaplan et al., 2020, arXiv:2001.08361, appendix B, which ignores that the mask halves it). In latent
       attention, D is the mean of the sizes of keys and values.
     - A layer with a window of w keys counts w / 2 keys per token: exact for L = w, and half the true number for much
-      longer sequences.
+      longer sequences. If no sequence is longer than the window, its attention is like any other.
+
+    Args:
+        model: the model.
+        longest: tokens of the longest sequence, if known.
     """
     flops = model_flops(model)
-    return Cost(flops.body.linear + flops.head, flops.body.quadratic)
+    linear, quadratic = flops.body.linear + flops.head, flops.body.quadratic
+    for window, width in flops.windows.items():
+        if longest is not None and longest <= window:
+            quadratic += 2.0 * width
+        else:
+            linear += 2.0 * width * window
+    return Cost(linear, quadratic)
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
@@ -80,15 +106,19 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     head = model.get_output_embeddings()
     layers = list(_attention_layers(shape)) if shape.get("num_attention_heads") else []  # else no quadratic part
     full = sum(width for width, window in layers if window is None)
-    windowed = sum(width * window for width, window in layers if window is not None)
+    windows: dict[int, float] = defaultdict(float)
+    for width, window in layers:
+        if window is not None:
+            windows[window] += width
     inner = list(_products(model, shape))
     outer = [(head.weight, float(head.weight.numel()))] if isinstance(head, nn.Linear) else []
     trained = sum(used for weight, used in inner + outer if weight.requires_grad)
     used_inside, used_outside = (sum(used for _, used in products) for products in (inner, outer))
     return ModelFlops(
-        Cost(linear=2.0 * used_inside + 2.0 * windowed, quadratic=2.0 * full),
+        Cost(linear=2.0 * used_inside, quadratic=2.0 * full),
         head=2.0 * used_outside,
         trained=trained / max(1.0, used_inside + used_outside),
+        windows=windows,
     )
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from rlpack.config.schema import Config, builtin_roles
+from rlpack.config.roles import calls_reward_functions
+from rlpack.config.schema import Config
 from rlpack.data.examples import Example
 from rlpack.rewards.errors import RewardError
 
@@ -33,7 +34,7 @@ def _problems(config: Config, examples: Sequence[Example], source: str) -> Itera
         f"reward.functions.{name}.function": (one.function, one.arguments) for name, one in reward.functions.items()
     }
     functions = functions or {"reward.function": (reward.function, reward.arguments)}
-    if config.roles["reward"].target != builtin_roles()["reward"].target:
+    if not calls_reward_functions(config):
         return
     answers = [str(example.answer) for example in examples if example.answer is not None]
     for key, (function, arguments) in functions.items():

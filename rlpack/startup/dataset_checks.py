@@ -19,8 +19,8 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.layout_remedies import cp_for
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
-from rlpack.config.roles import role_batching, started_roles
-from rlpack.config.schema import Config, Data, builtin_roles
+from rlpack.config.roles import calls_reward_functions, role_batching, started_roles
+from rlpack.config.schema import Config, Data
 from rlpack.data.arithmetic import ALPHABET, ArithmeticTask
 from rlpack.data.datasets import SplitUse, check_hub, load_prompts, local_path
 from rlpack.data.examples import (
@@ -190,8 +190,7 @@ def check_reward_columns(
     reward = config.reward
     functions = {f"reward.functions.{name}": (one.function, one.arguments) for name, one in reward.functions.items()}
     functions = functions or {"reward": (reward.function, reward.arguments)}
-    # A custom role may call the functions in other ways.
-    is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
+    is_custom = not calls_reward_functions(config)
     hidden = tuple(Path(path) for path in (config.run_dir, config.job.secrets_dir) if path)
     settings = PoolSettings(
         processes=1,

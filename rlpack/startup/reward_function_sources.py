@@ -9,8 +9,8 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from rlpack.config import evaluation_sets
-from rlpack.config.roles import started_roles
-from rlpack.config.schema import Config, builtin_roles
+from rlpack.config.roles import calls_reward_functions, started_roles
+from rlpack.config.schema import Config
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.signatures import Signature as RewardSignature
 from rlpack.rewards.signatures import read_signature
@@ -42,8 +42,7 @@ def check_reward_sources(config: Config) -> None:
         return
     functions = {f"reward.functions.{name}.function": one.function for name, one in config.reward.functions.items()}
     functions = functions or {"reward.function": config.reward.function}
-    # A custom role may call the functions in other ways.
-    are_called = config.roles["reward"].target == builtin_roles()["reward"].target
+    are_called = calls_reward_functions(config)
     for key, target in (functions | evaluation_sets.reward_functions(config)).items():
         signature_in_source(key, target, are_called=are_called)
 

@@ -1,6 +1,6 @@
 """The directory of an evaluation, and the arguments and data that its rows belong to.
 
-<output_dir>/evaluation.json   arguments by key, and hashes of prompts, model, tokenizer and reward functions
+<output_dir>/evaluation.json   arguments by key, and hashes of prompts, model, tokenizer, reward functions and roles
 <output_dir>/samples.jsonl     one response per line
 <output_dir>/engines.json      number of engine failures; only if there were any
 <output_dir>/samples.html      the responses, for reading
@@ -175,7 +175,8 @@ def open_evaluation(folder: Path, arguments: Mapping[str, Any], hashes: Mapping[
     changed = sorted(name for name, digest in hashes.items() if before["hashes"].get(name) != digest)
     if changed:
         raise EvaluationError(
-            f"{shown} that began with other files of the {' and the '.join(changed)}; restore them, or choose another"
+            f"{shown} that began with other files of the {' and the '.join(changed)}; restore them, or choose another "
+            "directory"
         )
 
 

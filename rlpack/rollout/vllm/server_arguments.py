@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlpack.models.errors import ModelError
+from rlpack.models.rope import frequency_limits
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.argument_names import SHARE_WITH_GIVEN_CACHE
 from rlpack.rollout.vllm.arguments import (
@@ -132,7 +133,7 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
     eager = options.vllm.get("enforce_eager")
     capacity = Capacity(
         dtype=options.dtype or default_dtype(config),
-        max_length=given or limit or _UNKNOWN_LENGTH,
+        max_length=given or min((limit or _UNKNOWN_LENGTH, *_short_lengths(config))),
         max_num_seqs=options.vllm.get("max_num_seqs", _MAX_NUM_SEQS),
         gpus=gpus,
         compile=None if eager is None else not eager,
@@ -144,6 +145,14 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
     if problem := cache_problem(shape, capacity, key="--kv-cache-gb", lower="--max-length"):
         raise EngineError(problem)
     return capacity
+
+
+def _short_lengths(config: PreTrainedConfig) -> Iterator[int]:
+    """Yield the lengths up to which a model with `longrope` has the frequencies of short rows.
+
+    vLLM uses those of long rows for all if it takes longer ones. By default, it takes none either.
+    """
+    yield from (limit for kind, limit in frequency_limits(config) if kind == "longrope")
 
 
 def _fitting_length(shape: Shape, capacity: Capacity, limit: int | None) -> int:

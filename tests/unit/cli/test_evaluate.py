@@ -184,6 +184,23 @@ def test_an_evaluation_loads_the_weights_that_a_run_only_publishes(tmp_path):
     assert compose_evaluation([], _base_values(run, [])).rollout.vllm == {"block_size": 64}
 
 
+def test_a_run_with_vllm_is_evaluated_with_hf_by_one_override(tmp_path):
+    sizes = (
+        "rollout.kv_cache_gb=2",
+        "+rollout.vllm.block_size=64",
+        "rollout.deterministic=true",
+        "rollout.compile=true",
+    )
+    given = ("rollout=vllm", "rollout.dtype=bf16", "rollout.temperature=0.7", *sizes)
+    run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(given).model_dump(mode="json")})
+    with_hf = ["rollout.engine=hf"]
+    rollout = compose_evaluation(with_hf, _base_values(run, with_hf)).rollout
+    assert (rollout.engine, rollout.kv_cache_gb, rollout.vllm, rollout.dtype) == ("hf", None, {}, None)
+    assert rollout.temperature == 0.7
+    kept = ["rollout.engine=vllm", "rollout.top_k=4"]
+    assert compose_evaluation(kept, _base_values(run, kept)).rollout.kv_cache_gb == 2
+
+
 @pytest.mark.parametrize("target", [JUDGE, SERVED])
 def test_a_run_whose_reward_is_a_server_is_evaluated_with_it(tmp_path, target):
     server = (f"roles.reward.target={target}", "judge.url=http://a/v1", "judge.model=m", "judge.weight=0.5")

@@ -383,7 +383,8 @@ def test_objects_of_several_shapes_in_a_folder_stay_objects(tmp_path, monkeypatc
 def test_shards_whose_columns_differ_are_a_data_error(tmp_path):
     (tmp_path / "train-0.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     (tmp_path / "train-1.jsonl").write_text(json.dumps({"prompt": {"deep": 1}, "solution": 2}) + "\n")
-    with pytest.raises(DataError, match=r"split 'train', can't be loaded: .* because column names don't match"):
+    reason = r"split 'train', can't be loaded: .* because column names don't match"
+    with pytest.raises(DataError, match=reason + r".*; set data\.source to .* a folder with files of the dataset only"):
         load(str(tmp_path))
 
 

@@ -115,6 +115,28 @@ def test_windowed_layers_are_linear_in_length() -> None:
     assert sequence_cost(tiny_model("mistral")).quadratic == 0
 
 
+@pytest.mark.parametrize("window", [3, 16, 17, 200])
+def test_a_token_in_a_window_attends_to_as_many_keys_as_there_are(window: int) -> None:
+    shape = {"vocab_size": 53, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    lengths = np.array([16, 5])
+    with torch.device("meta"):
+        windowed, full = (
+            model_flops(AutoModelForCausalLM.from_config(AutoConfig.for_model("mistral", **shape, sliding_window=size)))
+            for size in (window, None)
+        )
+    pairs = [sum(min(token + 0.5, size) for length in lengths for token in range(length)) for size in (window, 1e9)]
+    less = 2 * 4 * 32 * (pairs[1] - pairs[0])  # layers · FLOPs of a pair · heads · size
+    assert full.forward(lengths, 21) - windowed.forward(lengths, 21) == pytest.approx(less)
+    assert full.update(lengths, 21) - windowed.update(lengths, 21) == pytest.approx(3 * less)
+
+
+def test_a_window_that_no_row_exceeds_costs_as_much_as_full_attention() -> None:
+    models = tiny_model("mistral"), tiny_model("mistral", sliding_window=None)
+    window = models[0].config.sliding_window
+    assert sequence_cost(models[0], window) == sequence_cost(models[1])
+    assert sequence_cost(models[0], window + 1) == sequence_cost(models[0]) != sequence_cost(models[1])
+
+
 def test_a_config_with_aliases_is_understood() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=53)
     with torch.device("meta"):

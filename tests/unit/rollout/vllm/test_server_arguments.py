@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, MambaConfig, Qwen2Config
+from transformers import BloomConfig, GPT2Config, MambaConfig, Phi3Config, Qwen2Config
 
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.server_arguments import command_line, server_arguments
@@ -41,6 +41,23 @@ def test_the_longest_row_is_the_models_where_the_cache_has_room(monkeypatch):
         "127.0.0.1",
         0,
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_gb": 100.0}])
+def test_the_longest_row_of_a_longrope_model_has_the_frequencies_of_short_rows(monkeypatch, options: dict):
+    with_memory(monkeypatch, 100_000 * GB)
+    factors = [1.0] * 16
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 16}
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 64}
+    phi = Phi3Config(
+        **sizes,
+        pad_token_id=0,
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters=rope | {"original_max_position_embeddings": 4096},
+    )
+    assert arguments(phi, **options)["max_model_len"] == 4096
+    assert arguments(phi, max_length=8192, **options)["max_model_len"] == 8192
 
 
 def test_without_room_the_longest_row_is_the_one_that_the_cache_holds_twice(monkeypatch):
