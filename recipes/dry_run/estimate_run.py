@@ -121,6 +121,7 @@ class Estimator:
     _batch: TypicalBatch | None = None
     _models: dict[tuple[Any, ...], ModelMemory] = field(default_factory=dict)
     _starts: dict[tuple[str, ...], int] = field(default_factory=dict)
+    _fits: dict[tuple[str, str, int], bool] = field(default_factory=dict)
 
     def batch(self, config: Config) -> TypicalBatch:
         """Return the first batch."""
@@ -166,16 +167,20 @@ class Estimator:
         A role may have a separate model, which a layout that it inherits from the actor doesn't fit.
         """
         roles = model_roles(config)
+        if not all(layout_fits(config, role) and self._model_fits(config, role) for role in roles):
+            return False
         try:
             problems = broken_rules(config)
         except ConfigError:  # a role's batching can't be derived
             return False
-        return (
-            self.problems.issuperset(problems)
-            and all(layout_fits(config, role) for role in roles)
-            and holds_demonstrations(config, self.batch(config))
-            and all(misfit(config, role, self.models[role]) is None for role in roles)
-        )
+        return self.problems.issuperset(problems) and holds_demonstrations(config, self.batch(config))
+
+    def _model_fits(self, config: Config, role: str) -> bool:
+        """Return whether a role's ranks can share its model; variants with the same layout share the result."""
+        key = role, role_parallel(config, role).model_dump_json(), config.placement.pools[pool_of(config, role)].ranks
+        if key not in self._fits:
+            self._fits[key] = misfit(config, role, self.models[role]) is None
+        return self._fits[key]
 
     def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:
         """Return the memory of a role's model; variants that it doesn't depend on share it."""

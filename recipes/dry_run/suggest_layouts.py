@@ -117,7 +117,6 @@ def main(
         ValueError: what a run would refuse before it starts.
     """
     gc.enable()  # tensors in cycles would otherwise count as live
-    deadline = time.process_time() + _SECONDS
     estimator = open_estimator(config, memory_gb)
     limits = estimator.limits
     host = None if limits.host is None else int(limits.host * (1 - MEMORY_MARGIN))
@@ -128,6 +127,7 @@ def main(
         return False
     tflops = tflops or (_GPU_TFLOPS if gpus_per_rank(config, "actor") else _CPU_TFLOPS)
     ordered = sorted(candidates(config, estimator, tflops, overhead_ms), key=lambda each: each.order)
+    deadline = time.process_time() + _SECONDS
     suggested = list(_fitting(ordered, estimator, deadline))
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
     show(
@@ -135,11 +135,13 @@ def main(
         f"assumes {tflops:g} TFLOPS a device and {overhead_ms:g} ms a microbatch, and knows neither network nor "
         f"kernels: measure the best few. {MEMORY_MARGIN:.0%} of {_limit(limits, config)} stays free."
     )
-    if len(suggested) < _MOST and time.process_time() > deadline:
+    is_cut = len(suggested) < _MOST and time.process_time() > deadline
+    if is_cut:
         show(f"the search stopped after {_SECONDS:.0f} s of CPU time; slower variants that were not tried may fit, too")
     if not suggested:
         fewer = f", fewer rows at once ({ROWS_AT_ONCE})" if _cache_can_shrink(config, estimator) else ""
-        show(f"none fits; use more ranks, a smaller model, adapters (actor.lora.rank){fewer} or shorter rows")
+        none = "none of those that were tried fits" if is_cut else "none fits"
+        show(f"{none}; use more ranks, a smaller model, adapters (actor.lora.rank){fewer} or shorter rows")
         return False
     show(table(["", "time s", "microbatches", "slots", "memory"], list(_rows(suggested))))
     for number, (candidate, _) in enumerate(suggested, 1):
@@ -283,7 +285,7 @@ def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) ->
         for each in (least[candidate.family], candidate):
             if candidate.layout in layouts or any(candidate.takes_more(one, of_host=host) for one, host in too_large):
                 break
-            if len(tried) == _TRIES or len(layouts) == _MOST or (tried and time.process_time() > deadline):
+            if len(tried) == _TRIES or len(layouts) == _MOST or (len(tried) > 1 and time.process_time() > deadline):
                 return
             if id(each) not in tried:
                 tried[id(each)] = _memory(each, estimator)

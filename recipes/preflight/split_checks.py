@@ -1,10 +1,12 @@
 """Check that the ranks of a role can share a model's rows and weights, before any process starts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlpack.config.layout_remedies import Change, alternatives, nearest, pool_ranks, remedy
@@ -16,6 +18,9 @@ from rlpack.models.packed import language_model
 from rlpack.models.stage_wiring import LAYERS, wiring_problem
 from rlpack.models.tensor_parallel import empty_part, split_problem, uneven_weight
 from rlpack.models.text_settings import num_experts, settings_of
+
+# Results of `_checked_once`: a search tries hundreds of layouts with one model.
+_CHECKED: WeakKeyDictionary[nn.Module, dict[Callable[[Any], str | None], str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,14 @@ def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> st
     return f"{found.reason}; set {ways or f'other sizes of {role}.parallel, or another number of ranks'}"
 
 
+def _checked_once(check: Callable[[Any], str | None], model: nn.Module) -> str | None:
+    """Return the result of a check of a model that doesn't depend on the layout; it is kept as long as the model."""
+    results = _CHECKED.setdefault(model, {})
+    if check not in results:
+        results[check] = check(model)
+    return results[check]
+
+
 def misfit(config: Config, role: str, model: PreTrainedModel) -> Misfit | None:
     """Return why a role's ranks can't share a model; None if they can."""
     parallel, settings = role_parallel(config, role), settings_of(model.config)
@@ -70,7 +83,7 @@ def _uneven_stages(config: Config, role: str, model: PreTrainedModel) -> Misfit 
     """Return why a model can't be cut into the stages of `pp`."""
     parallel, key, base = role_parallel(config, role), f"{role}.parallel.pp", language_model(model)
     pp, vpp = parallel.pp, parallel.vpp
-    if problem := wiring_problem(model if role in {"actor", "reference"} else base):
+    if problem := _checked_once(wiring_problem, model if role in {"actor", "reference"} else base):
         return Misfit(f"can't be cut into the {pp} pipeline stages of {key}: {problem}", [_sizes("pp", [1])])
     num_layers = sum(1 for _ in base.get_submodule(LAYERS).children())
     if num_layers >= pp * vpp:
@@ -87,7 +100,7 @@ def _uneven_stages(config: Config, role: str, model: PreTrainedModel) -> Misfit 
 def _uneven_weights(config: Config, role: str, model: PreTrainedModel) -> Misfit | None:
     """Return why the ranks of `tp` can't share a model's weights."""
     tp, key, settings = role_parallel(config, role).tp, f"{role}.parallel", settings_of(model.config)
-    if problem := split_problem(language_model(model)):
+    if problem := _checked_once(split_problem, language_model(model)):
         return Misfit(f"can't be split over the {tp} ranks of {key}.tp: {problem}", [_sizes("tp", [1])])
     heads = settings["num_attention_heads"]
     counts = {"attention heads": heads, "key and value heads": settings.get("num_key_value_heads") or heads}

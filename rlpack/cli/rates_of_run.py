@@ -181,6 +181,24 @@ def late_window(run_dir: Path) -> int:
         return 1
 
 
+def keys_without_in_flight(run_dir: Path) -> str:
+    """Return the overrides, each after a space, of what a run has only for publications in flight."""
+    config = read_config(run_dir) if run_dir.is_dir() else {}
+    rollout = config.get("rollout") or {}
+    keys = {
+        "rollout.publish=drain": rollout.get("publish") == "in_flight",
+        "rollout.kv_cache=clear": rollout.get("kv_cache") == "keep",
+        "trainer.late_groups.window=1": late_window(run_dir) > 1,
+    }
+    return "".join(f" {key}" for key, is_needed in keys.items() if is_needed)
+
+
+def shares_pool_main(run_dir: Path) -> bool:
+    """Return whether training and engines of a run, or of the default configuration, share the pool `main`."""
+    config = read_config(run_dir) if run_dir.is_dir() else {}
+    return {_pool_of(config, role) for role in ("actor", "rollout")} == {"main"}
+
+
 def gpus_per_rank(run_dir: Path) -> tuple[float, float]:
     """Return the GPUs of a rank that trained and of an engine's, as a run's configuration has them; 0 on CPUs."""
     config = read_config(run_dir) if os.path.isdir(run_dir) else {}

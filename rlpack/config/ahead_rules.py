@@ -30,8 +30,8 @@ def ahead_problems(config: Config) -> Iterator[str]:
     if sharing:
         yield (
             f"trainer.lead is {lead}, but the pool {pool!r} of the role rollout also runs {', '.join(sharing)}; its "
-            "processes would take turns, and nothing would overlap. Give rollout its own pool, "
-            "as placement=two_pools does, or set trainer.lead=0"
+            f"processes would take turns, and nothing would overlap. {_engines_apart(config, pool)}, or set "
+            "trainer.lead=0"
         )
 
 
@@ -54,6 +54,22 @@ def ahead_warnings(config: Config) -> Iterator[str]:
                 f"trainer.lead is {config.trainer.lead}, but the role {role} scores in the pool {pool!r}, which also "
                 f"runs {', '.join(busy)}: scores of the next batch wait for every update; {way_out}"
             )
+
+
+def _engines_apart(config: Config, pool: str) -> str:
+    """Return how to give the engines a pool of their own, with half of the GPUs if there are any."""
+    present = config.placement.pools[pool]
+    if not present.gpus_per_rank:
+        return "Give rollout its own pool, as placement=two_pools does"
+    name, engines = "engines" if pool != "engines" else "rollout", max(1, present.ranks // 2)
+    keys = [
+        f"placement.pools.{pool}.ranks={max(1, present.ranks - engines)}",
+        f"placement.pools.{name}.ranks={engines}",
+    ]
+    keys += [f"placement.pools.{name}.gpus_per_rank={present.gpus_per_rank:g}", f"placement.roles.rollout={name}"]
+    # A rank of engines with several GPUs can't have further roles.
+    keys += [f"placement.roles.reward={name}"] if present.gpus_per_rank <= 1 else []
+    return f"Give rollout its own pool: {' '.join(keys)}"
 
 
 def _own_pool(config: Config, role: str) -> str:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -89,7 +90,7 @@ def children(key: Key) -> Mapping[str, Key]:
         return {}
     if is_dataclass(key.annotation):
         return _dataclass_children(key)
-    return {name: _from_field(_join(key.path, name), info) for name, info in key.annotation.model_fields.items()}
+    return dict(_section_children(key.path, key.annotation))
 
 
 def find(path: str, root: Key | None = None) -> Key | None:
@@ -181,6 +182,11 @@ def _nearest(name: str, where: str, below: Mapping[str, Key], root: Key) -> str 
     everywhere = {key.name: key.path for key in reversed(list(walk(root))) if ANY_NAME not in key.path}
     close = get_close_matches(name, everywhere, n=1, cutoff=0.8)
     return everywhere[close[0]] if close else None
+
+
+@lru_cache(maxsize=1024)
+def _section_children(path: str, section: type[BaseModel]) -> Mapping[str, Key]:
+    return {name: _from_field(_join(path, name), info) for name, info in section.model_fields.items()}
 
 
 def _is_section(annotation: Any) -> bool:

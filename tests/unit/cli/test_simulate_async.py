@@ -10,6 +10,7 @@ import pytest
 
 from rlpack.cli.main import main
 from rlpack.cli.rates_of_run import measured, scores_apart
+from rlpack.config.compose import compose
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import CONFIG, LENGTHS, METRICS
 from rlpack.packing import Batching
@@ -35,7 +36,11 @@ def test_the_best_setup_comes_with_its_keys(capsys: pytest.CaptureFixture[str]):
             "placement=two_pools placement.pools.main.ranks={} placement.pools.main.gpus_per_rank=1 "
             "placement.pools.engines.ranks={} placement.pools.engines.gpus_per_rank=2",
         ),
-        (("--ranks", "3", "--leads", "0"), "placement.pools.main.ranks={} placement.pools.main.gpus_per_rank=1"),
+        (
+            ("--ranks", "3", "--leads", "0"),
+            "trainer.lead=0 rollout.publish=drain placement=cpu placement.pools.main.ranks={} "
+            "placement.pools.main.gpus_per_rank=1",
+        ),
     ],
 )
 def test_keys_for_a_run_on_gpus_have_the_gpus_of_its_ranks(
@@ -48,6 +53,40 @@ def test_keys_for_a_run_on_gpus_have_the_gpus_of_its_ranks(
     assert simulate(str(tmp_path), *options) == 0
     best = capsys.readouterr().out.splitlines()[-1]
     assert re.search(re.escape(keys).replace(r"\{\}", r"\d") + "$", best)
+
+
+VLLM_IN_FLIGHT = ("rollout=vllm", "rollout.publish=in_flight", "placement=two_pools")
+
+
+@pytest.mark.parametrize("leads", ["0", "1", "2"])
+@pytest.mark.parametrize(
+    "of_run",
+    [
+        (*VLLM_IN_FLIGHT, "rollout.kv_cache=keep", "trainer.lead=2"),
+        (*VLLM_IN_FLIGHT, "trainer.late_groups.window=2", "trainer.lead=1"),
+        ("placement=two_pools", "trainer.lead=1"),
+        (),
+    ],
+)
+def test_the_keys_turn_a_runs_configuration_into_the_best_setup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_run: tuple[str, ...], leads: str
+):
+    window = 2 if "trainer.late_groups.window=2" in of_run else 1
+    in_flight_run(tmp_path, window)
+    (tmp_path / CONFIG).write_text(json.dumps(compose(list(of_run)).model_dump(mode="json")))
+    limit = ("--max-staleness", "1") if leads == "1" else ()
+    words = (str(tmp_path), "--ranks", "3", "--leads", leads, *limit, "--rows-per-step", "4", "--slots", "4")
+    assert simulate(*words, "--token-ms", "50", "--train-tokens-per-s", "40", "--publish-s", "0.5") == 0
+    best = capsys.readouterr().out.splitlines()[-1]
+    keys = best.rpartition(": ")[2].split()
+    chosen = compose([*of_run, *keys])  # which refuses what can't be combined
+    is_in_flight = ", in_flight, " in best
+    assert chosen.rollout.publish == ("in_flight" if is_in_flight else "drain")
+    assert (chosen.trainer.lead, chosen.trainer.late_groups.window) == (int(leads), window if is_in_flight else 1)
+    assert not limit or chosen.trainer.max_lag == 1
+    used = {chosen.placement.roles.get(role, "main") for role in ("actor", "rollout", "reward")}
+    assert used == ({"main"} if leads == "0" else {"main", "engines"})
+    assert sum(chosen.placement.pools[pool].ranks for pool in used) == 3
 
 
 def test_a_bound_on_staleness_leaves_out_longer_leads(capsys: pytest.CaptureFixture[str]):

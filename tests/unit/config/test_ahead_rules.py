@@ -7,6 +7,7 @@ import pytest
 
 from rlpack.config.ahead_rules import ahead_problems, ahead_warnings
 from rlpack.config.compose import compose
+from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import RecipeSpec
 from rlpack.config.schema import Config, Placement, Pool, Role, Rollout, Trainer
 from rlpack.config.sections.value_models import RewardModel
@@ -100,6 +101,20 @@ def test_a_shared_pool_is_refused_with_a_placement_that_can_overlap(recipe: str,
     assert sharing in problem
     assert "would take turns, and nothing would overlap" in problem
     assert "placement=two_pools" in problem
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("one_gpu", (1, 1)), ("eight_gpus", (4, 4))])
+def test_the_placement_that_can_overlap_keeps_the_gpus(preset: str, ranks: tuple[int, int]):
+    given = [f"placement={preset}", "actor.precision=bf16", "trainer.lead=1"]
+    with pytest.raises(ConfigError) as caught:
+        compose(given)
+    (problem,) = caught.value.problems
+    keys = re.findall(r"placement\.[\w.]+=\w+", problem)
+    config = compose([*given, *keys])
+    pools = config.placement.pools
+    assert (pools["main"].ranks, pools[config.placement.roles["rollout"]].ranks) == ranks
+    assert {pool.gpus_per_rank for pool in pools.values()} == {1.0}
+    assert not list(config_warnings(config))
 
 
 def test_a_recipe_that_generates_nothing_is_refused():

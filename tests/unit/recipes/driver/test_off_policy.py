@@ -352,12 +352,11 @@ def test_limits_warn_once_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixt
         updates.run(rollouts)
         updates.run(rollouts)
     (warning,) = [one.getMessage() for one in caplog.records if "mismatch" in one.getMessage()]
-    assert (
-        "over algorithm.correction.warn_above.lag_1/gap=0.01; correct it with algorithm.correction.weights" in warning
-    )
+    assert "over algorithm.correction.warn_above.lag_1/gap=0.01; lower the learning rate or trainer.lead (" in warning
     updates = Updates(tmp_path, Correction(stop_above={"gap": 0.01}), old)
     with pytest.raises(
-        MismatchError, match=r"step 1: mismatch/gap is 0\.\d+, over algorithm.correction.stop_above.gap"
+        MismatchError,
+        match=r"step 1: mismatch/gap is 0\.\d+, over algorithm.correction.stop_above.gap=0.01; sample and train in the",
     ):
         updates.run(rollouts)
 
@@ -367,10 +366,15 @@ def test_limits_apply_to_bounded_weights_and_rejected_tokens_of_a_lag(tmp_path: 
     rollouts = with_versions(rollouts)
     limits = {"lag_1/rejected_tokens": 0.5}
     updates = Updates(tmp_path, Correction(reject={"token_k2": 1e-6}, stop_above=limits), old, lead=2)
-    with pytest.raises(MismatchError, match=r"mismatch/lag_1/rejected_tokens is \d+, over .*lag_1/rejected_tokens=0.5"):
+    with pytest.raises(
+        MismatchError,
+        match=r"mismatch/lag_1/rejected_tokens is \d+, over .*=0.5; .* widen the limits of .*reject, or raise",
+    ):
         updates.run(rollouts)
     bounded = Correction(weights="token", upper=1.0, stop_above={"weights_bounded": 1e-9})
-    with pytest.raises(MismatchError, match=r"mismatch/weights_bounded is 0\.\d+"):
+    with pytest.raises(
+        MismatchError, match=r"mismatch/weights_bounded is 0\.\d+, .* or raise .*upper, or raise the limit"
+    ):
         Updates(tmp_path, bounded, old).run(rollouts)
     Updates(tmp_path, bounded.model_copy(update={"stop_above": {"weights_bounded": 1.0}}), old).run(rollouts)
 
