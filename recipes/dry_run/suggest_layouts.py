@@ -36,9 +36,10 @@ _KINDS, _OFFLOADS = ("none", "selective", "full"), ("none", "optimizer", "parame
 # The key of the token budget, and the budgets relative to the configured one.
 _BUDGET = "batching.max_tokens"
 _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
-# Maximum number of suggestions, maximum number of memory estimates to find them, and the CPU seconds after which no
-# further estimate is made.
-_MOST, _TRIES, _SECONDS = 3, 80, 45.0
+# Maximum number of suggestions, and maximum number of memory estimates to find them.
+_MOST, _TRIES = 3, 80
+# CPU time after which the search ends once a variant was found, and at the latest.
+_SECONDS, _MOST_SECONDS = 45.0, 360.0
 # Sizes of a layout that are searched; dp_shard follows from them.
 _SIZES = ("dp_replicate", "cp", "tp", "pp", "ep", "vpp")
 # Virtual stages that are tried with pp above 1.
@@ -127,17 +128,18 @@ def main(
         return False
     tflops = tflops or (_GPU_TFLOPS if gpus_per_rank(config, "actor") else _CPU_TFLOPS)
     ordered = sorted(candidates(config, estimator, tflops, overhead_ms), key=lambda each: each.order)
-    deadline = time.process_time() + _SECONDS
-    suggested = list(_fitting(ordered, estimator, deadline))
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
     show(
         f"{len(ordered):,} variants of the actor's layout on {ranks} ranks, its memory switches and its budget; time "
         f"assumes {tflops:g} TFLOPS a device and {overhead_ms:g} ms a microbatch, and knows neither network nor "
         f"kernels: measure the best few. {MEMORY_MARGIN:.0%} of {_limit(limits, config)} stays free."
     )
-    is_cut = len(suggested) < _MOST and time.process_time() > deadline
+    began = time.process_time()
+    suggested = list(_fitting(ordered, estimator, began))
+    seconds = time.process_time() - began
+    is_cut = len(suggested) < _MOST and seconds > (_SECONDS if suggested else _MOST_SECONDS)
     if is_cut:
-        show(f"the search stopped after {_SECONDS:.0f} s of CPU time; slower variants that were not tried may fit, too")
+        show(f"the search stopped after {seconds:.0f} s of CPU time; slower variants that were not tried may fit, too")
     if not suggested:
         fewer = f", fewer rows at once ({ROWS_AT_ONCE})" if _cache_can_shrink(config, estimator) else ""
         none = "none of those that were tried fits" if is_cut else "none fits"
@@ -270,7 +272,7 @@ def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> I
             yield from (values | budget for budget in accepted)
 
 
-def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:
+def _fitting(ordered: list[Candidate], estimator: Estimator, began: float) -> Iterator[tuple[Candidate, RunMemory]]:
     """Yield the first candidates that fit, one of each layout.
 
     Of a family of candidates, the one with the least memory of a device comes first: if a device has less, none of them
@@ -285,7 +287,8 @@ def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) ->
         for each in (least[candidate.family], candidate):
             if candidate.layout in layouts or any(candidate.takes_more(one, of_host=host) for one, host in too_large):
                 break
-            if len(tried) == _TRIES or len(layouts) == _MOST or (len(tried) > 1 and time.process_time() > deadline):
+            is_late = time.process_time() > began + (_SECONDS if layouts else _MOST_SECONDS)
+            if len(tried) == _TRIES or len(layouts) == _MOST or (len(tried) > 1 and is_late):
                 return
             if id(each) not in tried:
                 tried[id(each)] = _memory(each, estimator)

@@ -193,8 +193,9 @@ def test_virtual_stages_wait_less_where_each_gets_as_many_layers():
 
 def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(suggest_layouts, "_SECONDS", 0.0)
+    monkeypatch.setattr(suggest_layouts, "_MOST_SECONDS", 0.0)
     assert main(config(2), 80, None, 10.0, print)  # the fastest is always tried
-    assert "the search stopped after 0 s of CPU time" in capsys.readouterr().out
+    assert re.search(r"the search stopped after \d+ s of CPU time", capsys.readouterr().out)
     assert not main(config(2), 0.001, None, 10.0, print)
     assert "none of those that were tried fits; use more ranks" in capsys.readouterr().out
 
