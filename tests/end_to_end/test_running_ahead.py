@@ -60,6 +60,34 @@ WAITING = """
         grpo.main(config)
 """
 
+# GRPO in turns, without a queue: each step draws its batch and publishes its weights.
+PLAIN = """
+    from rlpack.recipes.grpo_spec import SPEC
+
+
+    def main(config):
+        from rlpack.recipes import sft
+        from rlpack.recipes.driver import policy_stages as stages
+        from rlpack.recipes.driver.draws import draw_rollouts
+        from rlpack.recipes.driver.engine_weights import sync_weights
+        from rlpack.recipes.driver.evaluation import evaluate
+        from rlpack.recipes.driver.open_session import open_session
+
+        with open_session(config) as session:
+            sft.sft_warmup(session)
+            stages.initialize_reference(session)
+            sync_weights(session)
+            for step in session.steps("train", config.trainer.steps, evaluate):
+                rollouts, score = draw_rollouts(session, step)
+                reference = stages.submit_reference_logprobs(session, rollouts)
+                plan = session.actor.plan(rollouts, mini_batches=True)
+                rollouts = stages.compute_old_logprobs(session, step, rollouts, plan)
+                rollouts = stages.collect_reference_logprobs(session, step, rollouts, plan, reference)
+                rollouts = stages.compute_advantages(session, step, score(step, rollouts), plan)
+                stages.update_actor(session, step, rollouts, plan)
+                sync_weights(session, step)
+"""
+
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
     """Return what of the records doesn't depend on the clock; two threads store their payloads at any time."""
@@ -109,6 +137,18 @@ def test_evaluations_during_training_have_the_figures_of_a_run_that_waits_for_th
     assert steps(ahead.run_dir, "evaluation") == [0, 2, 4, 5]
     assert threads_of(waiting.run_dir, "evaluate") == ["MainThread"] * 4
     assert threads_of(ahead.run_dir, "evaluate") == ["MainThread", "evaluate", "evaluate", "MainThread"]
+
+
+def test_without_a_lead_a_run_is_one_without_a_queue_bit_for_bit(tmp_path: Path):
+    words = ("experiment=smoke", "trainer.steps=3", "trainer.mini_batch_size=4", "rollout.max_new_tokens=16", *KL)
+    (tmp_path / "plain_grpo.py").write_text(textwrap.dedent(PLAIN))
+    runs = [
+        done(tmp_path / name, *words, *recipe, ranks=1, path=[tmp_path])
+        for name, recipe in (("queue", ("trainer.lead=0",)), ("plain", ("recipe.target=plain_grpo",)))
+    ]
+    assert figures(runs[0].run_dir) == figures(runs[1].run_dir)
+    weights, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in runs)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_resumed_run_keeps_its_lead(whole: tuple[Command, tuple[str, ...]]):
