@@ -46,7 +46,8 @@ def _advice(config: Config, name: str) -> str:
     """Return what brings a metric `mismatch/*` closer to its limit."""
     correction, (lag, _, kind) = config.algorithm.correction, name.rpartition("/")
     if lag == "lag_0" or not config.trainer.lead:  # sampled with the weights that it is compared with
-        closer = "sample and train in the same precision (rollout.dtype, actor.precision)"
+        of_engine = "" if config.rollout.engine == "hf" else "rollout.dtype=fp32 and "  # hf always generates in fp32
+        closer = f"sample and train in the same precision (such as {of_engine}actor.precision=fp32)"
     else:
         closer = "lower the learning rate or trainer.lead"
     match kind:

@@ -38,7 +38,7 @@ _BUDGET = "batching.max_tokens"
 _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
 # Maximum number of suggestions, and maximum number of memory estimates to find them.
 _MOST, _TRIES = 3, 80
-# CPU time after which the search ends once a variant was found, and at the latest.
+# CPU time limits of the search: once a variant fits, and while none does.
 _SECONDS, _MOST_SECONDS = 45.0, 360.0
 # Sizes of a layout that are searched; dp_shard follows from them.
 _SIZES = ("dp_replicate", "cp", "tp", "pp", "ep", "vpp")
@@ -135,10 +135,9 @@ def main(
         f"kernels: measure the best few. {MEMORY_MARGIN:.0%} of {_limit(limits, config)} stays free."
     )
     began = time.process_time()
-    suggested = list(_fitting(ordered, estimator, began))
-    seconds = time.process_time() - began
-    is_cut = len(suggested) < _MOST and seconds > (_SECONDS if suggested else _MOST_SECONDS)
+    suggested, is_cut = _fitting(ordered, estimator, began)
     if is_cut:
+        seconds = time.process_time() - began
         show(f"the search stopped after {seconds:.0f} s of CPU time; slower variants that were not tried may fit, too")
     if not suggested:
         fewer = f", fewer rows at once ({ROWS_AT_ONCE})" if _cache_can_shrink(config, estimator) else ""
@@ -272,8 +271,10 @@ def _variants(config: Config, layout: dict[str, Any], estimator: Estimator) -> I
             yield from (values | budget for budget in accepted)
 
 
-def _fitting(ordered: list[Candidate], estimator: Estimator, began: float) -> Iterator[tuple[Candidate, RunMemory]]:
-    """Yield the first candidates that fit, one of each layout.
+def _fitting(
+    ordered: list[Candidate], estimator: Estimator, began: float
+) -> tuple[list[tuple[Candidate, RunMemory]], bool]:
+    """Return the first candidates that fit, one of each layout, and whether the search ended before all were tried.
 
     Of a family of candidates, the one with the least memory of a device comes first: if a device has less, none of them
     fits. If only host memory is too small for what it offloads, others may fit. One that can't run says nothing about
@@ -283,20 +284,24 @@ def _fitting(ordered: list[Candidate], estimator: Estimator, began: float) -> It
     too_large: list[tuple[Candidate, bool]] = []  # and whether it is too large for the host
     layouts: set[tuple[int, ...]] = set()
     tried: dict[int, RunMemory | None] = {}
+    found: list[tuple[Candidate, RunMemory]] = []
     for candidate in ordered:
         for each in (least[candidate.family], candidate):
             if candidate.layout in layouts or any(candidate.takes_more(one, of_host=host) for one, host in too_large):
                 break
             is_late = time.process_time() > began + (_SECONDS if layouts else _MOST_SECONDS)
-            if len(tried) == _TRIES or len(layouts) == _MOST or (len(tried) > 1 and is_late):
-                return
+            if len(tried) == _TRIES or (len(tried) > 1 and is_late):
+                return found, True
             if id(each) not in tried:
                 tried[id(each)] = _memory(each, estimator)
                 too_large += [(each, of_host) for of_host in _exceeded(tried[id(each)])]
             memory = tried[id(each)]
             if each is candidate and memory is not None and memory.excess <= 0:
                 layouts.add(candidate.layout)
-                yield candidate, memory
+                found.append((candidate, memory))
+                if len(found) == _MOST:
+                    return found, False
+    return found, False
 
 
 def _memory(candidate: Candidate, estimator: Estimator) -> RunMemory | None:

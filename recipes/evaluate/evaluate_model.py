@@ -86,7 +86,7 @@ def main(config: Config) -> None:
             "prompts": prompts.fingerprint,
             "model": model_hash(config),
             "tokenizer": tokenizer_hash(tokenizer),  # has the token that ends a response
-            "reward functions and roles": code_hash(config),
+            "reward functions": code_hash(config),
         }
         open_evaluation(output, arguments, hashes)
         layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)

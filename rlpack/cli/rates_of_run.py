@@ -1,6 +1,5 @@
 """Read from a run what `rlpack simulate RUN --async` needs: its response lengths, and the rates of its phases."""
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -140,8 +139,8 @@ def scores_apart(config: Mapping[str, Any]) -> bool:
         draws_once = find_recipe(config["recipe"]["target"]).draws_once
     except (KeyError, TypeError, ConfigError):
         return False
-    others = {_pool_of(config, role) for role in ("rollout", "actor")}
-    return draws_once and others.isdisjoint(_pool_of(config, role) for role in scoring)
+    others = {pool_of(config, role) for role in ("rollout", "actor")}
+    return draws_once and others.isdisjoint(pool_of(config, role) for role in scoring)
 
 
 class _Phases(NamedTuple):
@@ -181,34 +180,10 @@ def late_window(run_dir: Path) -> int:
         return 1
 
 
-def keys_without_in_flight(run_dir: Path) -> str:
-    """Return the overrides, each after a space, of what a run has only for publications in flight."""
-    config = read_config(run_dir) if run_dir.is_dir() else {}
-    rollout = config.get("rollout") or {}
-    keys = {
-        "rollout.publish=drain": rollout.get("publish") == "in_flight",
-        "rollout.kv_cache=clear": rollout.get("kv_cache") == "keep",
-        "trainer.late_groups.window=1": late_window(run_dir) > 1,
-    }
-    return "".join(f" {key}" for key, is_needed in keys.items() if is_needed)
-
-
-def shares_pool_main(run_dir: Path) -> bool:
-    """Return whether training and engines of a run, or of the default configuration, share the pool `main`."""
-    config = read_config(run_dir) if run_dir.is_dir() else {}
-    return {_pool_of(config, role) for role in ("actor", "rollout")} == {"main"}
-
-
-def gpus_per_rank(run_dir: Path) -> tuple[float, float]:
-    """Return the GPUs of a rank that trained and of an engine's, as a run's configuration has them; 0 on CPUs."""
-    config = read_config(run_dir) if os.path.isdir(run_dir) else {}
-    training, engine = (_gpus_of(config, role) for role in ("actor", "rollout"))
-    return training, engine
-
-
-def _gpus_of(config: Mapping[str, Any], role: str) -> float:
+def gpus_of(config: Mapping[str, Any], role: str) -> float:
+    """Return the GPUs of a rank of a role's pool, 0 on CPUs."""
     try:
-        return float(config["placement"]["pools"][_pool_of(config, role)]["gpus_per_rank"])
+        return float(config["placement"]["pools"][pool_of(config, role)]["gpus_per_rank"])
     except (KeyError, TypeError, ValueError):
         return 0.0
 
@@ -255,7 +230,7 @@ def _token_time_in_flight(run_dir: Path, config: Mapping[str, Any]) -> TokenTime
     Raises:
         DataError: the run's spans have no statistics of engines.
     """
-    of_engines = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED)
+    of_engines = token_time(run_dir, pool_of(config, "rollout"), _SKIPPED)
     if of_engines is None:
         raise DataError(
             f"{run_dir} is a run with rollout.publish=in_flight, whose time/generate_s includes waits for other "
@@ -294,7 +269,7 @@ def _token_time_of_batches(
     if not per_token:
         raise DataError(f"{run_dir} has no step with time/generate_s; give --token-ms")
     most = min(rates.slots, -(-rates.rows_per_step // engines))
-    shape = token_time(run_dir, _pool_of(config, "rollout"), _SKIPPED) or TokenTime(1.0, 0.0, most)
+    shape = token_time(run_dir, pool_of(config, "rollout"), _SKIPPED) or TokenTime(1.0, 0.0, most)
     unscaled = replace(rates, token_s=shape.alone_s, token_s_per_response=shape.per_response_s)
     scale = statistics.median(per_token) / generation_over_longest(responses, rates.rows_per_step, engines, unscaled)
     return TokenTime(scale * shape.alone_s, scale * shape.per_response_s, most)
@@ -315,12 +290,12 @@ def _slots_and_engines(config: Mapping[str, Any], rows: int) -> tuple[int, int]:
 def _ranks_of(config: Mapping[str, Any], role: str) -> int | None:
     """Return the ranks of a role's pool; None without the run's configuration."""
     try:
-        return int(config["placement"]["pools"][_pool_of(config, role)]["ranks"])
+        return int(config["placement"]["pools"][pool_of(config, role)]["ranks"])
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _pool_of(config: Mapping[str, Any], role: str) -> str:
+def pool_of(config: Mapping[str, Any], role: str) -> str:
     """Return the pool of a role: its own, or else the first one."""
     try:
         placement = config["placement"]

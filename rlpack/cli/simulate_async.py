@@ -12,14 +12,8 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.leads_of_run import lead_limit
 from rlpack.cli.plan_options import OptionParser, check_number
-from rlpack.cli.rates_of_run import (
-    RunRates,
-    gpus_per_rank,
-    keys_without_in_flight,
-    late_window,
-    measured,
-    shares_pool_main,
-)
+from rlpack.cli.rates_of_run import RunRates, late_window, measured
+from rlpack.cli.setup_keys import setup_keys
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
@@ -138,7 +132,7 @@ def _simulate(given: argparse.Namespace) -> None:
     setup, found = min(best.values(), key=lambda one: one[1].step_s)
     for note in _notes(measured_rates, rates, setup, given=given):
         print(note)
-    keys = _keys(setup, Path(given.lengths))
+    keys = setup_keys(setup, Path(given.lengths))
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {keys}")
 
 
@@ -243,26 +237,6 @@ def _cells(setup: Setup, found: RunForecast, bound: int) -> list[str]:
 
 def _name(setup: Setup) -> str:
     return "in turns" if setup.lead == 0 else f"lead {setup.lead}, {setup.publish}"
-
-
-def _keys(setup: Setup, run_dir: Path) -> str:
-    """Return the overrides that turn a run's configuration, or the default one, into a setup.
-
-    The presets of placement have no GPUs, so those of a rank are added.
-    """
-    training_gpus, engine_gpus = gpus_per_rank(run_dir)
-    of_training = f" placement.pools.main.gpus_per_rank={training_gpus:g}" if training_gpus else ""
-    of_engines = f" placement.pools.engines.gpus_per_rank={engine_gpus:g}" if engine_gpus else ""
-    publish = keys_without_in_flight(run_dir)
-    if setup.lead == 0:
-        shared = "" if shares_pool_main(run_dir) else " placement=cpu"
-        return f"trainer.lead=0{publish}{shared} placement.pools.main.ranks={setup.train_ranks}{of_training}"
-    if setup.publish == "in_flight":
-        publish = " rollout=vllm rollout.publish=in_flight"
-    return (
-        f"trainer.lead={setup.lead}{publish} placement=two_pools placement.pools.main.ranks={setup.train_ranks}"
-        f"{of_training} placement.pools.engines.ranks={setup.engine_ranks}{of_engines}"
-    )
 
 
 def _lengths_and_rates(given: argparse.Namespace) -> RunRates:

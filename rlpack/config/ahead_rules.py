@@ -57,19 +57,30 @@ def ahead_warnings(config: Config) -> Iterator[str]:
 
 
 def _engines_apart(config: Config, pool: str) -> str:
-    """Return how to give the engines a pool of their own, with half of the GPUs if there are any."""
+    """Return how to give the engines a separate pool: of about half of the GPUs, or of another one if none is free."""
     present = config.placement.pools[pool]
     if not present.gpus_per_rank:
         return "Give rollout its own pool, as placement=two_pools does"
-    name, engines = "engines" if pool != "engines" else "rollout", max(1, present.ranks // 2)
-    keys = [
-        f"placement.pools.{pool}.ranks={max(1, present.ranks - engines)}",
-        f"placement.pools.{name}.ranks={engines}",
-    ]
-    keys += [f"placement.pools.{name}.gpus_per_rank={present.gpus_per_rank:g}", f"placement.roles.rollout={name}"]
+    name = next(one for one in ("engines", "samplers", "generation") if one not in config.placement.pools)
+    sizes = sorted(range(1, present.ranks), key=lambda ranks: abs(2 * ranks - present.ranks))
+    left = next((ranks for ranks in sizes if _pool_fits(config, pool, ranks)), present.ranks)
+    settings = {f"placement.pools.{pool}.ranks": left} if left < present.ranks else {}
+    settings |= {f"placement.pools.{name}.ranks": max(1, present.ranks - left)}
+    settings |= {f"placement.pools.{name}.gpus_per_rank": f"{present.gpus_per_rank:g}"}
     # A rank of engines with several GPUs can't have further roles.
-    keys += [f"placement.roles.reward={name}"] if present.gpus_per_rank <= 1 else []
-    return f"Give rollout its own pool: {' '.join(keys)}"
+    joins = "reward" in started_roles(config) and pool_of(config, "reward") == pool and present.gpus_per_rank <= 1
+    settings |= dict.fromkeys(["placement.roles.rollout", *["placement.roles.reward"] * joins], name)
+    keys = " ".join(f"{key}={value}" for key, value in settings.items())
+    return f"Give rollout its own pool{'' if left < present.ranks else ', on more GPUs'}: {keys}"
+
+
+def _pool_fits(config: Config, pool: str, ranks: int) -> bool:
+    """Return whether the roles with models in a pool can share them on another number of ranks."""
+    placement = config.placement
+    pools = {**placement.pools, pool: placement.pools[pool].model_copy(update={"ranks": ranks})}
+    changed = config.model_copy(update={"placement": placement.model_copy(update={"pools": pools})})
+    roles = [role for role in started_roles(config) if role in WITH_LAYOUTS and pool_of(config, role) == pool]
+    return all(layout_fits(changed, role) and model_fits(changed, role, ranks) for role in roles)
 
 
 def _own_pool(config: Config, role: str) -> str:

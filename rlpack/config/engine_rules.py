@@ -27,7 +27,8 @@ def engine_problems(config: Config) -> Iterator[str]:
     if rollout.engine == "hf":
         for name, value in unread.items():
             if value is not None:
-                unset = f"~rollout.vllm.{next(iter(value))}" if isinstance(value, dict) else f"rollout.{name}=null"
+                removed = " ".join(f"~rollout.vllm.{argument}" for argument in rollout.vllm)
+                unset = removed if name == "vllm" else f"rollout.{name}=null"
                 yield (
                     f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm, or "
                     f"{unset}"

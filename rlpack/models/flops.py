@@ -32,7 +32,7 @@ class ModelFlops:
         body: forward pass without the output layer and without attention in a window.
         head: forward FLOPs of the output layer per scored token.
         trained: share of the matrix weights that a token uses that get a gradient.
-        windows: heads times their size, by window, summed over the layers whose tokens attend to so many keys at most.
+        windows: window sizes in keys, and heads times their size, summed over the layers with that window.
     """
 
     body: Cost

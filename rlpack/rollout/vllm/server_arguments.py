@@ -150,7 +150,7 @@ def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gp
 def _short_lengths(config: PreTrainedConfig) -> Iterator[int]:
     """Yield the lengths up to which a model with `longrope` has the frequencies of short rows.
 
-    vLLM uses those of long rows for all if it takes longer ones. By default, it takes none either.
+    If `max_model_len` exceeds this length, vLLM uses the long factors for all rows. Its own default doesn't exceed it.
     """
     yield from (limit for kind, limit in frequency_limits(config) if kind == "longrope")
 

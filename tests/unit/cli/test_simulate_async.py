@@ -11,6 +11,7 @@ import pytest
 from rlpack.cli.main import main
 from rlpack.cli.rates_of_run import measured, scores_apart
 from rlpack.config.compose import compose
+from rlpack.config.roles import started_roles
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import CONFIG, LENGTHS, METRICS
 from rlpack.packing import Batching
@@ -33,17 +34,16 @@ def test_the_best_setup_comes_with_its_keys(capsys: pytest.CaptureFixture[str]):
     [
         (
             ("--ranks", "3", "--leads", "2"),
-            "placement=two_pools placement.pools.main.ranks={} placement.pools.main.gpus_per_rank=1 "
-            "placement.pools.engines.ranks={} placement.pools.engines.gpus_per_rank=2",
+            "placement.pools.main.ranks={} placement.pools.engines.ranks={}",
         ),
         (
             ("--ranks", "3", "--leads", "0"),
-            "trainer.lead=0 rollout.publish=drain placement=cpu placement.pools.main.ranks={} "
-            "placement.pools.main.gpus_per_rank=1",
+            "trainer.lead=0 rollout.publish=drain placement.pools.main.ranks={} placement.roles.rollout=main "
+            "~placement.pools.engines",
         ),
     ],
 )
-def test_keys_for_a_run_on_gpus_have_the_gpus_of_its_ranks(
+def test_keys_for_a_run_on_gpus_keep_the_gpus_of_its_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], keys: str
 ):
     in_flight_run(tmp_path)
@@ -65,6 +65,12 @@ VLLM_IN_FLIGHT = ("rollout=vllm", "rollout.publish=in_flight", "placement=two_po
         (*VLLM_IN_FLIGHT, "rollout.kv_cache=keep", "trainer.lead=2"),
         (*VLLM_IN_FLIGHT, "trainer.late_groups.window=2", "trainer.lead=1"),
         ("placement=two_pools", "trainer.lead=1"),
+        ("rollout=vllm", "rollout.deterministic=true", "placement=two_pools", "trainer.lead=1"),
+        (
+            *("placement=cpu", "placement.pools.main.ranks=4", "placement.pools.samplers.ranks=2"),
+            *("placement.roles.rollout=samplers", "placement.roles.reward=samplers", "trainer.lead=1"),
+        ),
+        ("placement=eight_gpus", "placement.pools.main.ranks=3", "actor.precision=bf16"),
         (),
     ],
 )
@@ -84,9 +90,10 @@ def test_the_keys_turn_a_runs_configuration_into_the_best_setup(
     assert chosen.rollout.publish == ("in_flight" if is_in_flight else "drain")
     assert (chosen.trainer.lead, chosen.trainer.late_groups.window) == (int(leads), window if is_in_flight else 1)
     assert not limit or chosen.trainer.max_lag == 1
-    used = {chosen.placement.roles.get(role, "main") for role in ("actor", "rollout", "reward")}
-    assert used == ({"main"} if leads == "0" else {"main", "engines"})
+    used = {chosen.placement.roles.get(role, "main") for role in started_roles(chosen)}
+    assert len(used) == (1 if leads == "0" else 2)
     assert sum(chosen.placement.pools[pool].ranks for pool in used) == 3
+    assert all(pool.gpus_per_rank == ("placement=eight_gpus" in of_run) for pool in chosen.placement.pools.values())
 
 
 def test_a_bound_on_staleness_leaves_out_longer_leads(capsys: pytest.CaptureFixture[str]):

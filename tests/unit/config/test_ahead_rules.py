@@ -103,12 +103,20 @@ def test_a_shared_pool_is_refused_with_a_placement_that_can_overlap(recipe: str,
     assert "placement=two_pools" in problem
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [("one_gpu", (1, 1)), ("eight_gpus", (4, 4))])
-def test_the_placement_that_can_overlap_keeps_the_gpus(preset: str, ranks: tuple[int, int]):
-    given = [f"placement={preset}", "actor.precision=bf16", "trainer.lead=1"]
+@pytest.mark.parametrize(
+    ("preset", "layout", "ranks"),
+    [
+        ("one_gpu", "actor.parallel.tp=1", (1, 1)),
+        ("eight_gpus", "actor.parallel.tp=1", (4, 4)),
+        ("eight_gpus", "actor.parallel.cp=8", (8, 1)),
+    ],
+)
+def test_the_placement_that_can_overlap_keeps_the_gpus(preset: str, layout: str, ranks: tuple[int, int]):
+    given = [f"placement={preset}", "actor.precision=bf16", "trainer.lead=1", layout]
     with pytest.raises(ConfigError) as caught:
         compose(given)
     (problem,) = caught.value.problems
+    assert (", on more GPUs" in problem) == (sum(ranks) > {"one_gpu": 1, "eight_gpus": 8}[preset])
     keys = re.findall(r"placement\.[\w.]+=\w+", problem)
     config = compose([*given, *keys])
     pools = config.placement.pools

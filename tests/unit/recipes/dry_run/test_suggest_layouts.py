@@ -87,7 +87,7 @@ def test_without_enough_memory_there_is_no_suggestion(
 ):
     monkeypatch.setattr(suggest_layouts, "_TRIES", 3)
     assert not main(config(2), 0.5, None, 10.0, print)
-    assert "none fits" in capsys.readouterr().out
+    assert "none of those that were tried fits; use more ranks" in capsys.readouterr().out
 
 
 def test_experts_are_divided_and_heads_that_cp_does_not_divide_use_gathered_keys():
@@ -303,12 +303,12 @@ def test_variants_without_offloading_are_found_where_host_memory_is_short(monkey
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", noted)
-    found = [candidate for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)]
+    found = [candidate for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]]
     assert [each.values["actor.offload"] for each in found] == ["none"]
     assert offloaded == ["optimizer", "none"]
     # Without enough memory of a device, one variant of each family is tried.
     estimator.limits = MemoryLimits(1, kept)
-    assert list(suggest_layouts._fitting(ordered, estimator, math.inf)) == []
+    assert suggest_layouts._fitting(ordered, estimator, math.inf) == ([], False)
     assert len(offloaded) == 2 + len({each.family for each in ordered})
 
 
@@ -325,7 +325,7 @@ def test_no_variant_is_tried_twice(monkeypatch: pytest.MonkeyPatch, host: int | 
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", noted)
-    found = list(suggest_layouts._fitting(ordered, estimator, math.inf))
+    found, _ = suggest_layouts._fitting(ordered, estimator, math.inf)
     assert len(found) == (3 if host is None else 0)
     assert len(tried) == len(set(tried)) > 0
 
@@ -334,7 +334,7 @@ def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkey
     given = config(2, batching=Batching(max_tokens=128))  # every variant has several microbatches
     estimator = open_estimator(given, 80)
     ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
-    wanted = [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)]
+    wanted = [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]]
     memory, refused = Estimator.memory, list[int]()
 
     def refusing(self: Estimator, variant: Config) -> Any:
@@ -345,6 +345,6 @@ def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkey
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", refusing)
-    assert [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)] == wanted
+    assert [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]] == wanted
     assert len(wanted) == 3
     assert len(refused) == len(set(refused)) > 0
