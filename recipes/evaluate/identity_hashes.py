@@ -16,7 +16,7 @@ from rlpack.recipes.evaluate.checkpoint_export import deletion_explained
 from rlpack.user_code import find_module_file
 from rlpack.workers.reward import function_specs
 
-# `generation_config.json` has tokens that end a response; a model may have code of its own.
+# `generation_config.json` names the tokens that end a response. Some models come with Python files.
 _MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.py")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpack.cli.rates_of_run import gpus_of, late_window, pool_of
+from rlpack.config.ahead_rules import new_engine_pool
 from rlpack.observe.run_dir import read_config
 from rlpack.packing.analysis.running_ahead import Setup
 
@@ -57,7 +58,7 @@ def _own_pools(setup: Setup, config: Mapping[str, Any]) -> Iterator[str]:
         return
     moved = []
     if engines == training:
-        engines = next(name for name in ("engines", "samplers", "generation") if name not in pools)
+        engines = new_engine_pool(pools)
         gpus = gpus_of(config, "rollout")
         moved = [f"placement.pools.{engines}.gpus_per_rank={gpus:g}"] if gpus else []
         # A rank of engines with several GPUs can't have further roles.

@@ -210,8 +210,8 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
         )
     if rates.scores_apart and rates.score_s and setup.publish == "drain" and setup.lead:
         yield (
-            "scoring is assumed to overlap generation, because its roles have pools of their own in the run: keep "
-            "these pools (placement.pools, placement.roles) with the keys below"
+            "scoring is assumed to overlap generation, because its roles have separate pools in the run; the overrides "
+            "below keep them"
         )
     responses = setup.responses_of_an_engine(rates)
     if measured_rates.most_responses is not None and responses > _FURTHER * measured_rates.most_responses:

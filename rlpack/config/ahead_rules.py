@@ -1,6 +1,7 @@
 """Rules of running ahead (`trainer.lead`)."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from itertools import chain, count
 
 from rlpack.config.layout_sizes import layout_fits
 from rlpack.config.model_sizes import model_fits
@@ -56,12 +57,22 @@ def ahead_warnings(config: Config) -> Iterator[str]:
             )
 
 
+def new_engine_pool(pools: Container[str]) -> str:
+    """Return a name for a new pool of engines.
+
+    >>> new_engine_pool({"main"}), new_engine_pool({"main", "engines", "engines2"})
+    ('engines', 'engines3')
+    """
+    names = chain(["engines"], (f"engines{number}" for number in count(2)))
+    return next(name for name in names if name not in pools)
+
+
 def _engines_apart(config: Config, pool: str) -> str:
     """Return how to give the engines a separate pool: of about half of the GPUs, or of another one if none is free."""
     present = config.placement.pools[pool]
     if not present.gpus_per_rank:
         return "Give rollout its own pool, as placement=two_pools does"
-    name = next(one for one in ("engines", "samplers", "generation") if one not in config.placement.pools)
+    name = new_engine_pool(config.placement.pools)
     sizes = sorted(range(1, present.ranks), key=lambda ranks: abs(2 * ranks - present.ranks))
     left = next((ranks for ranks in sizes if _pool_fits(config, pool, ranks)), present.ranks)
     settings = {f"placement.pools.{pool}.ranks": left} if left < present.ranks else {}
