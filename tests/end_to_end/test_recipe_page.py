@@ -84,7 +84,8 @@ def test_the_error_on_the_page_is_the_one_that_a_reader_gets(followed):
     folder, _ = followed
     (message,) = [text.strip() for text in blocks("text") if text.startswith("rlpack train: ")]
     done = run(folder, "rlpack train recipe.target=self_critique.recipe revision.penalty=-1")
-    assert (done.returncode, done.stderr.strip()) == (2, message)
+    told = [line for line in done.stderr.splitlines() if not line.startswith("importing ")]  # a slow import
+    assert (done.returncode, told) == (2, [message])
 
 
 def test_the_files_of_the_page_are_those_of_its_plan():
