@@ -123,14 +123,13 @@ test-vllm-long: $(VLLM_INSTALLED)
 	RLPACK_REWARD_MODELS=qwen2,qwen3,llama,mistral,phi3,olmo2,gemma2,gemma3_text $(VLLM_PYTEST) \
 		tests/vllm/test_serve_reward_model.py -k scores_are
 
-test-long: $(INSTALLED)
+test-long: $(INSTALLED) $(EIGHT_BIT)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --long -m long
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
 	RLPACK_CANARY=all $(PYTEST) tests/unit/rollout/test_canary_sensitivity.py
 	RLPACK_COMPILED=all $(PYTEST) tests/unit/models/test_compiled_layers.py
 	RLPACK_FAULTS_AHEAD=1 $(PYTEST) tests/faults/test_running_ahead.py
-	RLPACK_RECIPES=all $(PYTEST) tests/end_to_end/test_recipes.py
-	RLPACK_MEMORY=all $(PYTEST) tests/distributed/models/test_memory_estimate.py
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
 	$(MAKE) test-vllm-core test-vllm-long
 

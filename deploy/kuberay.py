@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from rlpack.cli.environment import targets_of
+from rlpack.cli.hydra_flags import DIRECTORY_FLAGS, values_of
 from rlpack.cli.submit_checks import JOINS, checked_config
 from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words.append(f"job.secrets_dir={SECRETS_DIR}")
     try:
         config = checked_config(words)
-        if problems := list(_needs_upload(config)):
+        if problems := [*_needs_upload(config), *_relative_presets(words)]:
             raise ConfigError(problems)
         nodes = [{"CPU": float(parsed.cpus), "GPU": float(parsed.gpus)}] * parsed.workers
         check_capacity(pools_in_use(config), nodes, None, extra=config.job.driver_cpus)
@@ -81,6 +82,16 @@ def _needs_upload(config: Config) -> Iterator[str]:
             yield (
                 f"{key} is {target!r}, whose module is only in {Path.cwd()}, but a manifest uploads nothing; put it "
                 "into the image"
+            )
+
+
+def _relative_presets(words: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each folder of presets with a relative path."""
+    for folder in values_of(words, DIRECTORY_FLAGS):
+        if not os.path.isabs(folder):
+            yield (
+                f"the folder of presets is {folder!r}, but a manifest uploads nothing; put it on the volume or into "
+                "the image, and give its absolute path, which has to exist here, too"
             )
 
 

@@ -12,6 +12,18 @@ from rlpack.distributed import ray_connection
 EIGHT_BIT = Path(__file__).parents[1] / ".eight_bit"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that `make test-long` uses."""
+    parser.addoption("--long", action="store_true", help="also run the tests that are marked as long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip long tests unless they are asked for."""
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="runs in `make test-long`"))
+
+
 @pytest.fixture(autouse=True)
 def _root_logger() -> Iterator[None]:
     """Restore the root logger, which `rlpack train` sets up for its whole process."""

@@ -133,7 +133,7 @@ class GroupsByEnd:
             scored = self._context.lease.run(score)
         except BaseException as error:  # noqa: BLE001 - `all_scored` raises it
             with self._changed:
-                self._error = error
+                self._error = self._error or error  # later ones may be consequences
                 self._changed.notify_all()
             return
         with self._changed:

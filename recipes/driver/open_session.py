@@ -77,9 +77,9 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
     tokenizer, prompts, held_out = load_splits(config)
     sets = load_sets(config, tokenizer)
-    config = with_steps(config, len(prompts))
+    data_epochs, config = config.trainer.data_epochs, with_steps(config, len(prompts))
     if loaded is not None:
-        check_steps(loaded.state["progress"], config)
+        check_steps(loaded.state["progress"], config, data_epochs)
         check_same_prompts(loaded, config, prompts, held_out)
     needs_reference = "reference" in started_roles(config)
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None

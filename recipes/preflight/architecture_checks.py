@@ -246,7 +246,7 @@ def check_engine(config: Config, policy: PreTrainedModel) -> None:
     """
     if config.rollout.engine != "vllm":
         return
-    _check_engine_class(config, type(policy))
+    _check_engine_class(config, policy)
     model, gpus = policy.config, int(gpus_per_rank(config, "rollout"))
     on_gpu = gpus > 0
     shape = Shape.of(model)
@@ -274,11 +274,17 @@ def check_engine(config: Config, policy: PreTrainedModel) -> None:
         raise ModelError(problem)
 
 
-def _check_engine_class(config: Config, kind: type[PreTrainedModel]) -> None:
-    """Raise unless the installed vLLM runs a class of models; custom code is left to vLLM."""
+def _check_engine_class(config: Config, model: PreTrainedModel) -> None:
+    """Raise unless the installed vLLM runs a model's class; custom code is left to vLLM."""
     if config.model.trust_remote_code or find_spec("vllm") is None:  # other checks report a missing vLLM
         return
-    if problem := architecture_problem(kind):
+    if "vision_config" in model.config.to_dict() and find_spec("torchvision") is None:
+        raise ModelError(
+            f"rollout.engine=vllm: vLLM needs torchvision for models that also read images, such as this "
+            f"{model.config.model_type} model, and it isn't installed; install the version for this PyTorch, or set "
+            "rollout.engine=hf"
+        )
+    if problem := architecture_problem(type(model)):
         raise ModelError(f"rollout.engine=vllm: {problem}; set rollout.engine=hf, or use another model")
 
 

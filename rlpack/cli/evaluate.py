@@ -30,7 +30,7 @@ from rlpack.config.warnings import config_warnings
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.evaluation.evaluation_dir import ROWS, arguments_of, check_output_dir, default_output_dir
 from rlpack.run_log import attached_log
-from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values, with_dtype_of
+from rlpack.startup.evaluated_model import EvaluatedModel, choice_of, find_model, run_config, run_values, with_dtype_of
 from rlpack.startup.evaluation_checks import check_evaluation, check_path_of_run
 from rlpack.user_code import UserCode, UserCodeError
 
@@ -80,7 +80,7 @@ def evaluate(arguments: list[str]) -> int:
             return report_failure(error, "evaluate")
         for warning in config_warnings(config):
             logger.warning("%s", warning)
-        return run(config, "evaluate", _how_to_go_on, key="evaluate.output_dir")
+        return run(config, "evaluate", how_to_go_on=_how_to_go_on, key="evaluate.output_dir")
 
 
 def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) -> Config:
@@ -257,5 +257,7 @@ def _how_to_go_on(config: Config) -> str:
     """Describe the results of an interrupted evaluation, and how to continue it."""
     path = Path(config.run_dir or "") / ROWS
     if path.exists() and path.stat().st_size:
-        return f"the complete parts in {path} are kept; run the same command again to continue after them"
+        checkpoint = recipe_section(config, Evaluate).checkpoint  # a run in progress may have a newer one by then
+        same = "again" if checkpoint is None else f"with --checkpoint {choice_of(Path(checkpoint))}"
+        return f"the complete parts in {path} are kept; run the same command {same} to continue after them"
     return "nothing was saved yet"

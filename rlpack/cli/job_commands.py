@@ -88,7 +88,7 @@ def _server(arguments: argparse.Namespace) -> JobServer:
 def _submit(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked here, submit, and print the commands to follow and stop the job."""
     config = checked_config(arguments.overrides)
-    upload = checked_upload(config)
+    upload = checked_upload(config, arguments.overrides)
     server = _server(arguments)
     server.check_devices(pools_in_use(config), config.job.driver_cpus)
     words = [*arguments.overrides, *([] if JOINS in arguments.overrides else [JOINS])]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.environment import check_code, targets_of
+from rlpack.cli.hydra_flags import DIRECTORY_FLAGS, values_of
 from rlpack.cli.sweep_dirs import removed_if_refused
 from rlpack.cli.train import compose_jobs
 from rlpack.config import evaluation_sets
@@ -49,18 +50,22 @@ def checked_config(arguments: Sequence[str]) -> Config:
     return config
 
 
-def checked_upload(config: Config) -> Upload | None:
+def checked_upload(config: Config, arguments: Sequence[str] = ()) -> Upload | None:
     """Return what to upload for a config; None if everything is on the nodes.
 
+    Args:
+        config: the job's config.
+        arguments: the arguments of its `rlpack train`, which may name folders of presets.
+
     Raises:
-        ConfigError: the folder exceeds Ray's limit, or a module in it would not be uploaded.
+        ConfigError: the folder exceeds Ray's limit, or a module or a folder of presets would not be uploaded.
         DataError: a data file or folder with a relative path would not be uploaded.
         ValueError: another error that `rlpack train` would find in the uploaded files.
     """
     if config.job.working_dir is None:
         return None
     upload = list_upload(_folder(config), config.job.excludes)
-    if problems := list(_missing_modules(config, upload)):
+    if problems := [*_missing_presets(arguments, upload), *_missing_modules(config, upload)]:
         raise ConfigError(problems)
     if missing := list(_missing_files(config, upload)):
         raise DataError("\n".join(missing))
@@ -96,6 +101,17 @@ def _run_dir(config: Config) -> Iterator[str]:
             f"run_dir is {config.run_dir or 'null'}, but a job's working directory is deleted when it "
             "ends; set run_dir to an absolute path on storage that all nodes share"
         )
+
+
+def _missing_presets(arguments: Sequence[str], upload: Upload) -> Iterator[str]:
+    """Yield a problem for each folder of presets with a relative path that would be missing in the job's folder."""
+    for value in values_of(arguments, DIRECTORY_FLAGS):
+        path = Path(os.path.normpath(value))
+        if not path.is_absolute() and not any(file.is_relative_to(path) for file in upload.sizes):
+            yield (
+                f"the folder of presets {value!r} would not be uploaded with {upload.folder}: "
+                f"{_why_missing(path, upload)}; put it there, or give its absolute path on storage that the nodes share"
+            )
 
 
 def _missing_modules(config: Config, upload: Upload) -> Iterator[str]:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import hydra
@@ -30,6 +29,7 @@ from rlpack.cli.dry_run import estimate, split_options
 from rlpack.cli.environment import check_code, check_environment, run_dir_problems
 from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
+from rlpack.cli.hydra_flags import DIRECTORY_FLAGS, FLAGS, NAME_FLAGS, SWEEP_FLAGS, search_path, values_of
 from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.cli.split_words import not_an_override
@@ -60,33 +60,28 @@ from rlpack.user_code import UserCode, UserCodeError
 log = logging.getLogger(__name__)
 
 _OWN_PACKAGES = ("rlpack.",)
-_FIRST_DIRECTORY_FLAGS = {"--config-path", "-cp"}
-_LAST_DIRECTORY_FLAGS = {"--config-dir", "-cd"}
-_DIRECTORY_FLAGS = _FIRST_DIRECTORY_FLAGS | _LAST_DIRECTORY_FLAGS
-_NAME_FLAGS = {"--config-name", "-cn"}
-_SWEEP_FLAGS = {"--multirun", "-m"}
-# Hydra's own options.
-_FLAGS = (
-    _DIRECTORY_FLAGS
-    | _NAME_FLAGS
-    | _SWEEP_FLAGS
-    | {
-        *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
-        *("--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
-    }
-)
 _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run: its config, the keys that the command sets and, in a sweep, number, Hydra's directory and overrides."""
+    """A run.
+
+    Attributes:
+        config: its configuration.
+        given: keys that the command sets.
+        number: its place in a sweep; None for a single run.
+        sweep_dir: Hydra's directory of this run of a sweep.
+        overrides: its own overrides in a sweep.
+        resume_dir: value of `run_dir` with which the same command resumes it; None if the command sets it.
+    """
 
     config: Config
     given: frozenset[str] = frozenset()
     number: int | None = None
     sweep_dir: str = ""
     overrides: str = ""
+    resume_dir: str | None = None
 
 
 def train(arguments: list[str]) -> int:
@@ -137,7 +132,7 @@ def _run_jobs(jobs: Sequence[Job]) -> int:
             begin_attempt()
             for warning in config_warnings(job.config, job.given):
                 log.warning("%s", warning)
-            if code := run(job.config):
+            if code := run(job.config, how_to_go_on=partial(how_to_resume, job)):
                 return code
     return 0
 
@@ -162,18 +157,21 @@ def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:
         return report_failure(error)
 
 
-def how_to_resume(config: Config) -> str:
-    """Describe what an interrupted run has saved, and how to resume it."""
-    if config.run_dir is None or not holds_checkpoint(Path(config.run_dir)):
+def how_to_resume(job: Job, config: Config) -> str:
+    """Describe what an interrupted run has saved, and how to resume it, or the sweep that it belongs to."""
+    is_saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
+    if not is_saved and not job.number:  # else earlier runs of the sweep are saved
         return "nothing was saved yet"
-    return f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
+    where = "" if job.resume_dir is None else f"run_dir={job.resume_dir} "
+    of = "its last checkpoint" if job.number is None else "the last checkpoint of each run of the sweep"
+    return f"run the same command with {where}resume=auto to resume from {of}"
 
 
 def run(
     config: Config,
     command: str = "train",
-    how_to_go_on: Callable[[Config], str] = how_to_resume,
     *,
+    how_to_go_on: Callable[[Config], str] | None = None,
     key: str = "run_dir",
 ) -> int:
     """Run the recipe of a config and return the exit code; the run directory is locked until Ray is stopped.
@@ -181,7 +179,7 @@ def run(
     Args:
         config: the configuration, with `run_dir` set.
         command: name of the command, for messages.
-        how_to_go_on: completes the message of an interrupted command.
+        how_to_go_on: completes the message of an interrupted command; by default, `how_to_resume` for a single run.
         key: the key of the directory, for messages.
     """
     run_dir = Path(config.run_dir or ".").absolute()
@@ -189,6 +187,7 @@ def run(
         with lock_run_dir(run_dir, key=key), UserCode(f"recipe.target {config.recipe.target!r}"):
             _run_locked(config.model_copy(update={"run_dir": str(run_dir)}))
     except KeyboardInterrupt:
+        how_to_go_on = how_to_go_on or partial(how_to_resume, Job(config, resume_dir=config.run_dir))
         print_error(command, f"interrupted; {how_to_go_on(config)}")
         return INTERRUPTED
     except StandardOutputClosedError:  # `main` exits as SIGPIPE would
@@ -283,14 +282,14 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
             jobs.append(Job(config, given))
 
     flags, overrides = _split(arguments)
-    names = list(_values_of(flags, _NAME_FLAGS))
-    root = register_base(recipe_targets(overrides, _search_path(flags), *names[-1:]))
-    folders = _search_path(flags)
+    names = list(values_of(flags, NAME_FLAGS))
+    root = register_base(recipe_targets(overrides, search_path(flags), *names[-1:]))
+    folders = search_path(flags)
     own = [folder for folder in folders if folder != PRESETS]
     if wrong := preset_problems(overrides, Presets(groups(folders), groups(), own), root):
         raise ConfigError(wrong)
-    recorded = [RECORD_DIR] if _SWEEP_FLAGS.intersection(flags) else []
-    with config_errors(overrides, root, _search_path(flags)), _hydras_command_line([*flags, *overrides, *recorded]):
+    recorded = [RECORD_DIR] if SWEEP_FLAGS.intersection(flags) else []
+    with config_errors(overrides, root, search_path(flags)), _hydras_command_line([*flags, *overrides, *recorded]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
         raise ConfigError(problems)
@@ -314,29 +313,15 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             raise ConfigError([not_an_override(arguments, index, "trainer.steps=50")])
         flag, _, value = word.partition("=") if word.startswith("-") else (previous, "", word)
-        if word.startswith("-") and flag not in _FLAGS:
+        if word.startswith("-") and flag not in FLAGS:
             raise ConfigError([_unknown_flag(flag)])
-        if flag in _DIRECTORY_FLAGS and value:
+        if flag in DIRECTORY_FLAGS and value:
             check_yaml_files(Path(value))
         previous = word
     for override in overrides:
         if override.startswith(_PLUGINS) and not override.endswith("=basic"):
             raise ConfigError([f"{override} is not supported: the jobs of a sweep run one after another"])
     return flags, overrides
-
-
-def _search_path(flags: Sequence[str]) -> list[Path]:
-    """Return Hydra's search path: `--config-path` comes before the presets, `--config-dir` after them."""
-    first, last = (map(Path, _values_of(flags, names)) for names in (_FIRST_DIRECTORY_FLAGS, _LAST_DIRECTORY_FLAGS))
-    return [*first, PRESETS, *last]
-
-
-def _values_of(flags: Sequence[str], names: set[str]) -> Iterator[str]:
-    """Yield the values of flags with one of the names, as `--flag value` or `--flag=value`."""
-    for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
-        name, has_value, value = flag.partition("=")
-        if name in names:
-            yield value if has_value else following
 
 
 def _unknown_flag(flag: str) -> str:
@@ -370,13 +355,18 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
     named = [job.config.run_dir for job in jobs]
     placed = []
     for job in jobs:
-        run_dir = job.config.run_dir
+        run_dir = resume_dir = job.config.run_dir
         if run_dir is None:
-            run_dir = job.sweep_dir or _fresh_name(now, job.config.recipe.name)
+            run_dir = resume_dir = job.sweep_dir or _fresh_name(now, job.config.recipe.name)
+            if len(jobs) > 1 and Path(run_dir).name == str(job.number):  # as for jobs that name the same run_dir
+                resume_dir = str(Path(run_dir).parent)
         elif job.number is not None and named.count(run_dir) > 1:
             run_dir = str(Path(run_dir) / str(job.number))
+        elif job.number is not None:
+            resume_dir = None
         run_dir = os.path.expanduser(run_dir)
-        placed.append(replace(job, config=job.config.model_copy(update={"run_dir": run_dir})))
+        config = job.config.model_copy(update={"run_dir": run_dir})
+        placed.append(replace(job, config=config, resume_dir=resume_dir))
     return placed
 
 

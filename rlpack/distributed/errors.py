@@ -184,7 +184,8 @@ class ClusterError(RuntimeError):
         """Return the cause, where the logs are, and the fix."""
         return (
             f"{self.cause} during the run, which can't continue without it; see {self.logs} and the kernel's log "
-            "for the reason (out of memory, another program); run the same command with resume=auto to continue"
+            "for the reason (out of memory, another program); run the same command with its run_dir and resume=auto to "
+            "continue"
         )
 
 

@@ -46,6 +46,7 @@ class RayRanks(RestartablePool):
         """Start the processes; arguments are those of `RestartablePool`."""
         super().__init__(*arguments, **named)
         self._usage = UsageLog()
+        self._background_ends: dict[tuple[str, int], float] = {}  # the last, by role and rank
         self._row_sources = [
             RowSource(partial(self._actor, rank), partial(self._copy_rows, rank)) for rank in range(self.num_ranks)
         ]
@@ -123,17 +124,22 @@ class RayRanks(RestartablePool):
         """Wait for a call that runs in the ranks' threads, and return their rows.
 
         Ranks are asked again and again rather than once, so that they answer other calls in between, such as those of
-        the engines that share their processes.
+        the engines that share their processes. A rank's calls of a role may run one after another, so the deadline
+        counts from the last of them that ended.
         """
-        call, deadline = submitted.call, time.monotonic() + self._call_s
+        call, began = submitted.call, time.monotonic()
         results: dict[int, OffloadedBatch] = {}
         while waiting := [one.rank for one in submitted.calls if one.rank not in results]:
             refs = [submitted.actors[rank].result.remote(submitted.call_id, _RESULT_S) for rank in waiting]
             asked = rank_calls(refs, call.role, call.method, ranks=waiting)
             found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
-            results |= {rank: rows for rank, rows in found.items() if rows is not None}
-            if len(results) < len(submitted.calls) and time.monotonic() > deadline:
-                raise self._missed([one for one in asked if one.rank not in results], self._call_s, {self})
+            now, ended = time.monotonic(), {rank: rows for rank, rows in found.items() if rows is not None}
+            results |= ended
+            self._background_ends |= {(call.role, rank): now for rank in ended}
+            latest = {rank: max(began, self._background_ends.get((call.role, rank), began)) for rank in waiting}
+            late = [one for one in asked if one.rank not in results and now > latest[one.rank] + self._call_s]
+            if late:
+                raise self._missed(late, self._call_s, {self})
         return [results[one.rank] for one in submitted.calls]
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
@@ -184,8 +190,10 @@ class RayRanks(RestartablePool):
                 for rank in having
             }
             done = [stored[rank].pop(0) for rank in having]  # the others are not fetched to the driver
-            timeout_s = self._call_s if call.answer_s is None else min(call.answer_s, self._call_s)
-            self._wait(rank_calls(done, call.role, call.method, ranks=having), timeout_s)
+            timeout_s, began = self._call_s, None
+            if call.answer_s is not None:
+                timeout_s, began = min(call.answer_s, self._call_s), time.monotonic()
+            self._wait(rank_calls(done, call.role, call.method, ranks=having), timeout_s, began=began)
             return [
                 offloaded.with_handles(
                     [
@@ -250,8 +258,8 @@ class RayRanks(RestartablePool):
                 return self._relay_once(relays, target, kept)
             except LostRanksError as lost:
                 if self in lost.pools:
-                    self.kill()
-                    target.kill()
+                    self.kill(lost.error)
+                    target.kill(lost.error)
                     raise lost.error from lost
                 target._start_again(lost, num_starts)
 

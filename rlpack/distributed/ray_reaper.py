@@ -96,7 +96,7 @@ def _report(driver: int, places: dict[str, str]) -> None:
         text = (
             f"Ray ended the driver (process {driver}), because the raylet, which holds the object store, ended during "
             f"the run; {logs} and the kernel's log may say why (out of memory, another program); run the same "
-            "command with resume=auto to continue"
+            "command with its run_dir and resume=auto to continue"
         )
         os.write(2, os.fsencode(f"rlpack train: {text}\n"))
         if "run_log" in places:

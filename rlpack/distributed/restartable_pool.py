@@ -91,6 +91,7 @@ class RestartablePool(ABC):
         self._restarts = Restarts() if restarts is None else restarts
         self._after_restart: list[Callable[[], None]] = []
         self._is_restarting = self._is_ended = False
+        self._ended_by: RoleError | None = None  # the failure for which the processes were killed
         self._submitted = SubmittedCalls()
         # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
         # A restart holds it, too.
@@ -146,9 +147,14 @@ class RestartablePool(ABC):
         """Let no later loss start the processes again: threads may still wait for calls when a run ends."""
         self._is_ended = True
 
-    def kill(self) -> None:
-        """Kill the processes and free their resources; nothing starts them again."""
+    def kill(self, failure: BaseException | None = None) -> None:
+        """Kill the processes, for a failure if given, and free their resources; nothing starts them again.
+
+        Other threads that wait for calls raise the first failure, rather than the death of the processes.
+        """
         self.end()
+        if self._ended_by is None and isinstance(failure, RoleError):
+            self._ended_by = failure
         self._pool.kill()
 
     @abstractmethod
@@ -183,8 +189,8 @@ class RestartablePool(ABC):
             self._is_restarting = True
             try:
                 self._restart(lost)
-            except BaseException:
-                self.kill()
+            except BaseException as error:
+                self.kill(error)
                 raise
             finally:
                 self._is_restarting = False
@@ -218,7 +224,7 @@ class RestartablePool(ABC):
 
     def _raise_if_ended(self, lost: LostRanksError) -> None:
         if self._is_ended:
-            raise lost.error from lost
+            raise self._ended_by or lost.error from lost
 
     def _wait(
         self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool", began: float | None = None
@@ -248,12 +254,12 @@ class RestartablePool(ABC):
                     unfinished = [one for ref, one in {**earlier, **pending}.items() if ref != answer.ref]
                     self._raise_failure(answer.ref, answer.error, earlier, calls, unfinished, pools)
                 call = earlier.pop(answer.ref, None)
+                for pool in pools:
+                    pool._submitted.record_answer(call or pending[answer.ref])
                 if call is None:
                     results[answer.ref] = answer.value
                     del pending[answer.ref]
                     continue
-                for pool in pools:
-                    pool._submitted.record_answer(call)
                 limit_s = limit_s if earlier else timeout_s
                 deadline = time.monotonic() + limit_s
         return [results[call.ref] for call in calls]
@@ -373,11 +379,17 @@ def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[
 
 
 def _killed(pools: set[RestartablePool], lost: set[RestartablePool], error: RoleError) -> RoleError | LostRanksError:
-    """Kill pools, and return the error to raise; nothing is killed if all pools that are lost can be started again."""
+    """Kill pools, and return the error to raise; nothing is killed if all pools that are lost can be started again.
+
+    If another thread has killed one of them for a failure, the error is that failure.
+    """
+    for pool in lost:
+        if pool._ended_by is not None:
+            return pool._ended_by
     if lost and all(pool.is_restartable for pool in lost):
         return LostRanksError(error, lost)
     if lost:
         error.hint = _RESUME
     for pool in pools:
-        pool.kill()
+        pool.kill(error)
     return error

@@ -243,6 +243,11 @@ def _wrong_counter(name: str, column: Column) -> str | None:
 
 
 def _rank_of(plan: MicrobatchPlan, layout: ParallelLayout, row: int) -> int | None:
-    """Return the rank that returned a row, None if the plan dropped it."""
+    """Return the rank that returned a row; None if the plan dropped it, or doesn't decide the rank.
+
+    Background calls with fewer rows than data ranks go to all data ranks in turn (`WorkerGroup`).
+    """
+    if not plan.counts.sum(axis=1).all():
+        return None
     ranks = enumerate(layout.output_ranks)
     return next((rank for dp_rank, rank in ranks if row in plan.rank_plan(dp_rank).rows), None)

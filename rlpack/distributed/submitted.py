@@ -80,7 +80,7 @@ class SubmittedCalls:
         """
         with self._lock:
             self._calls = {call_id: one for call_id, one in self._calls.items() if one.call.of_start is None}
-            for submitted in self._calls.values():
+            for submitted in (*self._calls.values(), *self._awaited.values()):
                 submitted.unfinished = {}
 
     def all(self) -> list[SubmittedCall]:
@@ -116,13 +116,13 @@ class SubmittedCalls:
                 submitted.unfinished.pop(call.ref, None)
 
     def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
-        """Return the unfinished parts of the calls that were submitted before the last of `calls`."""
+        """Return the unfinished parts of the calls that were submitted before the last of `calls`, awaited or not."""
         last = max((call.order for call in calls), default=-1)
         ranks = {call.rank for call in calls}
         with self._lock:
             return {
                 one.ref: one
-                for submitted in self._calls.values()
+                for submitted in (*self._calls.values(), *self._awaited.values())
                 if submitted.order < last
                 for one in submitted.unfinished.values()
                 if submitted.call.ranks is None or one.rank in ranks

@@ -81,7 +81,8 @@ def length_limit(config: PreTrainedConfig) -> tuple[str, int] | None:
     limits = [float(sizes[name])]
     for parameters in _rope_parameters(settings.get("rope_parameters") or settings.get("rope_scaling") or {}):
         kind, factor = parameters.get("rope_type", parameters.get("type")), float(parameters.get("factor") or 1.0)
-        if kind == "llama3":  # its factor isn't that of the number of positions
+        # The factor of llama3 isn't that of the number of positions. Gemma 3's positions are those after scaling.
+        if kind == "llama3" or (kind == "linear" and "gemma3" in str(settings.get("model_type"))):
             continue
         # The positions of other types are those after stretching, unless a user added the factor to a model's config.
         start = sizes[name] if kind in ("linear", "dynamic") else parameters.get("original_max_position_embeddings")

@@ -86,7 +86,11 @@ class JudgeClient:
 
     def _read_score(self, body: str) -> RewardResult:
         """Return the score in an answer; an answer without a score is not retried."""
-        answer, max_score = _message_content(body, self._url), self._settings.max_score
+        answer, is_cut = _message_content(body, self._url)
+        max_tokens, max_score = self._settings.max_tokens, self._settings.max_score
+        if is_cut:  # its last score may be an intermediate one, or lack digits
+            detail = f"its answer was cut off at judge.max_tokens ({max_tokens}); raise it: {excerpt(answer)!r}"
+            return RewardResult(problem="invalid", detail=detail)
         score = parse_score(answer, max_score)
         if score is None:
             return RewardResult(problem="invalid", detail=f"no score from 0 to {max_score:g} in {excerpt(answer)!r}")
@@ -155,11 +159,12 @@ def parse_score(answer: str, max_score: float) -> float | None:
     return score if 0.0 <= score <= max_score else None
 
 
-def _message_content(body: str, url: str) -> str:
+def _message_content(body: str, url: str) -> tuple[str, bool]:
+    """Return the text of an answer, and whether it was cut off at the limit of tokens."""
     try:
         match json.loads(body):
-            case {"choices": [{"message": {"content": str(content)}}, *_]}:
-                return content
+            case {"choices": [{"message": {"content": str(content)}} as choice, *_]}:
+                return content, choice.get("finish_reason") == "length"
     except (ValueError, RecursionError):
         pass
     raise AttemptFailedError("error", f"{url} answered with no chat completion: {excerpt(body)!r}")

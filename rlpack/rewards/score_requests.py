@@ -7,6 +7,7 @@ for the whole exchange.
 import asyncio
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ _MAX_ANSWER_BYTES = 4 << 20
 # Status codes that no retry can change.
 _PERMANENT_ERRORS = {400, 401, 403, 404, 405, 422}
 _EXCERPT_CHARACTERS = 200
+_KEY = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,23 @@ class AttemptFailedError(Exception):
 def api_key(variable: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the server's API key from its environment variable, None if it needs none.
 
+    Spaces and line breaks around it are removed, since files of secrets often end in a line break.
+
     Args:
         variable: `judge.api_key_env`.
         environment: the variables and their values.
 
     Raises:
-        RewardError: the variable isn't set.
+        RewardError: the variable isn't set, or its value can't be sent in a header.
     """
     if variable is None:
         return None
-    key = environment.get(variable)
+    key = environment.get(variable, "").strip()
+    if key and not _KEY.fullmatch(key):  # not shown: it is a secret
+        raise RewardError(
+            f"judge.api_key_env is {variable!r}, but that environment variable holds spaces or characters that are not "
+            "printable ASCII, which no API key has; set it to the key alone"
+        )
     if not key:
         raise RewardError(
             f"judge.api_key_env is {variable!r}, but that environment variable isn't set; set it where the ranks run, "

@@ -74,9 +74,14 @@ def find_model(given: str, choice: str | None) -> EvaluatedModel:
         )
     if folder is not None:
         if (folder / MARKER).exists() and not (folder / "config.json").exists():  # exported models are marked, too
+            if folder.absolute().parent.name not in _PHASES:
+                raise ModelError(
+                    f"{given!r} is what a run stores of its reference, which can't be evaluated; give the model that "
+                    "the run started from, or a checkpoint of the run: rlpack evaluate RUN --checkpoint N"
+                )
             raise ModelError(
                 f"{given!r} is a checkpoint, without the model's config; give its run: rlpack evaluate "
-                f"{folder.absolute().parents[2]} --checkpoint {_choice_of(folder.absolute())}"
+                f"{folder.absolute().parents[2]} --checkpoint {choice_of(folder.absolute())}"
             )
         return EvaluatedModel(folder.resolve().name, path=str(folder.resolve()))
     return EvaluatedModel(given.replace("/", "-"), path=given)
@@ -168,7 +173,7 @@ def _checkpoint(run_dir: Path, choice: str | None) -> tuple[Path, dict[str, Any]
 
 def _existing(folders: Mapping[str, Sequence[Path]]) -> str:
     """Return the values of `--checkpoint` that a run has."""
-    return ", ".join(_choice_of(folder) for name in _PHASES for folder in folders[name] if folder.exists())
+    return ", ".join(choice_of(folder) for name in _PHASES for folder in folders[name] if folder.exists())
 
 
 def _parse_choice(choice: str) -> tuple[str | None, int]:
@@ -181,7 +186,7 @@ def _parse_choice(choice: str) -> tuple[str | None, int]:
     return match[1], int(match[2])
 
 
-def _choice_of(folder: Path) -> str:
+def choice_of(folder: Path) -> str:
     """Return the value of `--checkpoint` that names a checkpoint."""
     step = folder.name.removeprefix("step-")
     return step if folder.parent.name == "train" else f"{folder.parent.name}/{step}"

@@ -53,13 +53,19 @@ def _check_models_of_run(run: Config) -> None:
     try:
         check_model_files(run)
     except ModelError as error:
-        named = [source for source in (run.model.path, run.model.tokenizer) if source is not None]
-        missing = [source for source in named if not os.path.exists(os.path.expanduser(source))]
-        if not missing or os.path.isabs(os.path.expanduser(missing[0])):
+        named = {"model.path": run.model.path, "model.tokenizer": run.model.tokenizer}
+        paths = {key: os.path.expanduser(source) for key, source in named.items() if source is not None}
+        missing = [key for key, path in paths.items() if not os.path.exists(path)]
+        if not missing:
             raise
+        if os.path.isabs(paths[missing[0]]):
+            raise ModelError(
+                f"the run's {missing[0]} is {named[missing[0]]!r}, which is not a folder any more; move it back or "
+                "link it there, or evaluate the model that the run exported, the folder model in its directory"
+            ) from error
         raise ModelError(
-            f"{error}. {missing[0]!r} comes from the run's configuration; if it is a folder, it is relative to the "
-            "directory where the run was started: run the command there"
+            f"{error}. {named[missing[0]]!r} comes from the run's configuration; if it is a folder, it is relative to "
+            "the directory where the run was started: run the command there"
         ) from error
 
 

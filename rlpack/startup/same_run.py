@@ -97,18 +97,27 @@ def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
     )
 
 
-def check_steps(progress: Mapping[str, Any], config: Config) -> None:
+def check_steps(progress: Mapping[str, Any], config: Config, data_epochs: float | None = None) -> None:
     """Refuse to resume a run that has already done more than its number of steps, if that is known yet.
+
+    Args:
+        progress: what the run has done.
+        config: the whole configuration.
+        data_epochs: `trainer.data_epochs`, if the number of steps in `config` follows from it.
 
     Raises:
         ConfigError: names both numbers.
     """
     done, steps = progress["step"], config.trainer.known_steps
     if progress["phase"] == "train" and steps is not None and done > steps:
+        given, remedy = f"trainer.steps is {steps}", f"set trainer.steps to {done} or more"
+        if data_epochs is not None:
+            given = f"trainer.data_epochs is {data_epochs:g}, which is {steps} steps"
+            remedy = "raise trainer.data_epochs"
         raise ConfigError(
             [
-                f"trainer.steps is {steps}, but the run in run_dir={config.run_dir} has done {done} steps; set "
-                f"trainer.steps to {done} or more, or choose another run_dir"
+                f"{given}, but the run in run_dir={config.run_dir} has done {done} steps; {remedy}, or choose another "
+                "run_dir"
             ]
         )
 

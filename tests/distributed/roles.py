@@ -72,6 +72,10 @@ class Echo(Worker):
     def hand_back(self, rows: BatchedDataDict) -> BatchedDataDict:
         return rows
 
+    @one_rank(reads=("input_ids",), returns=("input_ids",))
+    def hand_back_tokens(self, rows: BatchedDataDict) -> BatchedDataDict:
+        return rows
+
     @broadcast
     def replace_failed_engine(self) -> bool:
         """Take as long as an engine that starts."""
@@ -82,6 +86,11 @@ class Echo(Worker):
     def hand_back_late(self, rows: BatchedDataDict, seconds: float) -> BatchedDataDict:
         time.sleep(seconds)
         return rows
+
+    @sharded(background=True)
+    def sleep_in_background(self, shard: BatchedDataDict, seconds: float) -> BatchedDataDict:
+        time.sleep(seconds)
+        return shard.keep([])
 
     @sharded(background=True)
     def times_in_background(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:

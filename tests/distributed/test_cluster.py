@@ -25,7 +25,7 @@ def own_processes() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-@pytest.mark.parametrize("how", ["asleep", "stopped"])
+@pytest.mark.parametrize("how", [pytest.param("asleep", marks=pytest.mark.long), "stopped"])
 def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path, how: str):
     config = tiny_config(
         roles={"sleepy": Role(target="tests.distributed.roles:Faulty")},
@@ -85,7 +85,7 @@ def stricken(
     return started
 
 
-@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("daemon", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
 def test_a_daemon_that_is_stopped_does_not_delay_the_end_of_a_run(daemon: str, caplog: pytest.LogCaptureFixture):
     before = own_processes()
     with Cluster(Placement(pools={"main": Pool(ranks=1)}, ray_timeout_s=1.0)) as cluster:

@@ -24,7 +24,8 @@ BATCHINGS = {
     "dynamic": Batching(mode="dynamic", max_tokens=160),
     "fixed": Batching(mode="fixed", micro_batch_size=7, max_tokens=None),
 }
-MICROBATCHES = (1, 4)
+# Least numbers of microbatches, by number of ranks. Two ranks split the batch in any case.
+MICROBATCHES = {1: (1, 4), 2: (4,)}
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum")
 RATE, TEMPERATURE = 0.02, 0.8
 # The third response is empty; the sixth row is quarantined.
@@ -55,8 +56,8 @@ Found = dict[tuple[str, str, str, int, int], tuple[dict[str, float], dict[str, t
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Take all updates; those of one loss and one number of ranks share their processes."""
     found: Found = {}
-    for size, loss in itertools.product((1, 2), SETTINGS):
-        keys = list(itertools.product([loss], AGGREGATIONS, BATCHINGS, MICROBATCHES))
+    for size, loss in itertools.product(MICROBATCHES, SETTINGS):
+        keys = list(itertools.product([loss], AGGREGATIONS, BATCHINGS, MICROBATCHES[size]))
         cases = [case_of(*key, size) for key in keys]
         ranks = on_ranks(tmp_path_factory.mktemp("updates"), size, actors.gradients, cases, RATE)
         for key, outcomes in zip(keys, zip(*ranks, strict=True), strict=True):
@@ -84,7 +85,8 @@ def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found,
     truth = step_by_definition(model, BATCH, range(BATCH.num_rows), settings, TEMPERATURE, RATE)
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     assert truth["actor/loss"] != 0
-    for mode, microbatches, size in itertools.product(BATCHINGS, MICROBATCHES, (1, 2)):
+    pairs = [(size, least) for size, leasts in MICROBATCHES.items() for least in leasts]
+    for mode, (size, microbatches) in itertools.product(BATCHINGS, pairs):
         metrics, found = updated[loss, aggregation, mode, microbatches, size]
         assert metrics == pytest.approx(truth, rel=1e-5, abs=1e-7), (mode, microbatches, size)
         assert difference(found, gradients) < 1e-5, (mode, microbatches, size)

@@ -69,7 +69,7 @@ sys.exit(max(codes))
 """
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("kind", [pytest.param("wheel", marks=pytest.mark.long), "editable"])
 def test_files_of_the_working_directory_shadow_nothing_on_ranks_and_in_reward_processes(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
 ):

@@ -234,6 +234,35 @@ def test_the_deadline_of_a_single_call_counts_from_the_end_of_the_call_before_it
     assert before.result().num_rows == len(UNEVEN)
 
 
+def test_it_counts_from_there_if_another_thread_waits_for_the_call_before_it(groups: Groups):
+    rows, echo = tiny_rollouts(UNEVEN).keep(["input_ids", "uid"]), groups["dynamic"]
+    before = echo.submit_to(0, Echo.hand_back_late, rows, 4.0)
+    with ThreadPoolExecutor(1) as other:
+        awaited = other.submit(before.result)
+        time.sleep(0.5)
+        assert echo.submit_to(0, Echo.hand_back, rows, answer_s=2.0).result().num_rows == len(UNEVEN)
+        assert awaited.result().num_rows == len(UNEVEN)
+
+
+def test_tokens_of_a_single_call_are_stored_after_a_call_that_came_in_between(groups: Groups, store: RayStore):
+    rows, echo = tiny_rollouts(UNEVEN).keep(["input_ids"]), groups["dynamic"]
+    answered = echo.submit_to(0, Echo.hand_back_tokens, rows, answer_s=2.0)
+    ray.wait(list(answered.answers), timeout=60)
+    between = echo.submit_to(0, Echo.hand_back_late, tiny_rollouts(UNEVEN).keep(["uid"]), 4.0)
+    assert torch.equal(store.fetch(answered.result())["input_ids"].values, rows["input_ids"].values)
+    assert between.result().num_rows == len(UNEVEN)
+
+
+def test_the_deadline_of_a_call_beside_others_counts_from_the_end_of_its_roles_last(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(groups["fixed"].ranks, "_call_s", 6.0)
+    rows = tiny_rollouts(UNEVEN[:2]).keep(["uid"])
+    pending = [groups["fixed"].submit(Echo.sleep_in_background, rows, 4.0) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        assert [rows.num_rows for rows in threads.map(lambda one: one.result(), pending)] == [2, 2, 2]
+
+
 def test_what_is_not_marked_runs_before_later_calls_whether_or_not_it_is_waited_for(groups: Groups):
     batch = tiny_rollouts(UNEVEN)
     pending = groups["packed"].submit(Echo.note_rows, batch)

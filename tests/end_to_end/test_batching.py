@@ -27,7 +27,12 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+SHORT = ("packed on one rank", "dynamic on two ranks that share tokens, generated in parts")
+
+
+@pytest.fixture(
+    scope="module", params=[name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in OTHERS]
+)
 def other(request, tmp_path_factory):
     ranks, overrides = OTHERS[request.param]
     overrides = (*UNEVEN, *(word for word in REFERENCE if not overlaps(word, overrides)), *overrides)

@@ -1,11 +1,10 @@
 """Recipes learn in twenty short steps; `make test-recipes` lets them learn the whole task.
 
-`make test` runs those that have stages of their own. The others are settings of GRPO, which
-tests/distributed/test_recipe_steps.py trains; set RLPACK_RECIPES=all to let them learn here, too.
+`make test` runs PPO, and `make test-long` all of them. tests/distributed/test_recipe_steps.py trains the others for one
+step.
 """
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ OWN = {
     "opo": ("reference/kl",),
     "remax": ("reward/greedy_mean", "reference/kl"),
 }
-WITH_OWN_STAGES = ("ppo", "dapo", "remax")
 # PPO trains two roles; the losses and stages of the others are compared over ranks in tests/distributed.
 RANKS = {"ppo": 2}
 
@@ -54,7 +52,9 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.run_dir / "model"
 
 
-@pytest.mark.parametrize("recipe", OWN if os.environ.get("RLPACK_RECIPES") == "all" else WITH_OWN_STAGES)
+@pytest.mark.parametrize(
+    "recipe", [name if name == "ppo" else pytest.param(name, marks=pytest.mark.long) for name in OWN]
+)
 def test_a_recipe_learns(tmp_path, supervised: Path, recipe: str) -> None:
     run = done(
         tmp_path,

@@ -50,7 +50,7 @@ def processes(mark: str) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("driver, plan, kill, one pool", -9),
+        pytest.param("driver, plan, kill, one pool", -9, marks=pytest.mark.long),
         ("trainer rank k, plan, kill, one pool", 1),
     ],
 )

@@ -84,7 +84,9 @@ class Judge(Section):
     )
     max_score: Positive = Field(default=10.0, description="Highest score; the reward is score / max_score.")
     weight: float = Field(default=1.0, description="Factor of its rewards in the sum.")
-    max_tokens: Count = Field(default=512, description="Maximum number of tokens in the judge's answer.")
+    max_tokens: Count = Field(
+        default=512, description="Maximum number of tokens in the judge's answer; one that is cut off gives no score."
+    )
     concurrency: Count = Field(default=16, description="Concurrent requests per rank.")
     timeout_s: Seconds = Field(default=60.0, description="Deadline of one request, in seconds.")
     retries: int = Field(default=2, ge=0, description="Further attempts after the first request failed.")

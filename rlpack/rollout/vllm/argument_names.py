@@ -42,7 +42,8 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("skip_tokenizer_init", "logprobs_mode", "max_logprobs", "runner", "generation_config"),
+            *("skip_tokenizer_init", "language_model_only"),
+            *("logprobs_mode", "max_logprobs", "runner", "generation_config"),
             *("weight_transfer_config", "worker_extension_cls", "disable_log_stats", "enable_log_requests"),
             *("enable_chunked_prefill", "speculative_config", "spec_method", "spec_model", "spec_tokens", "seed"),
             *("enable_lora", "max_loras", "max_cpu_loras", "lora_target_modules"),

@@ -288,6 +288,7 @@ def engine_arguments(
         raise EngineError(problem)
     own: dict[str, Any] = {
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # else models that also read images need a tokenizer
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},

@@ -71,7 +71,8 @@ if RUNS_ALL:
 # Layouts whose parts others of the table have, too: unless RLPACK_LAYOUTS=all, their gradients aren't compared.
 COMBINED = {
     *("replicas2cp2", "replicas2tp2", "replicas2ep2", "pp2replicas2", "replicas2gather2"),
-    *("gather4", "dp2gather2", "gather2tp2sp", "gather2ep2", "pp2gather2"),
+    *("gather4", "dp2gather2", "gather2tp2", "gather2tp2sp", "gather2ep2", "pp2gather2"),
+    *("replicas2", "ep4", "dp2ep2"),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -121,9 +122,10 @@ FAMILIES |= MORE_FAMILIES
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 # Without a request for everything, these layouts run these families, too; the actor alone.
 _MORE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("dp2", "cp2", "gather2"), ("gemma2", "mistral", "deepseek_v3")),
-    **dict.fromkeys(("tp2", "tp2sp"), ("gemma2", "mistral", "deepseek_v3", "mixtral")),
-    **dict.fromkeys(("cp2tp2", "ep2", "ep2tp2", "pp2"), ("deepseek_v3",)),
+    "cp2": ("gemma2", "mistral", "deepseek_v3"),
+    "gather2": ("gemma2",),
+    "tp2sp": ("gemma2", "mistral", "deepseek_v3", "mixtral"),
+    **dict.fromkeys(("ep2", "pp2"), ("deepseek_v3",)),
 }
 # Families with more layers, unevenly divided among four or six stages, and of different kinds.
 _KINDS = ["sliding_attention", "full_attention"]

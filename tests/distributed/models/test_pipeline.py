@@ -158,7 +158,7 @@ def moved(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, fold
     return values.numpy()
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2dp2"])
+@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.long), "pp2dp2"])
 def test_weights_move_between_pipelines_and_folders(tmp_path: Path, layout: str):
     batch = batch_with_values("llama")
     (expected,) = on_ranks(tmp_path, 1, moved, "one", batch, tmp_path / "one")

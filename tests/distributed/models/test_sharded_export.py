@@ -41,7 +41,7 @@ def export_families(mesh: DeviceMesh, rank: int, folder: str, replicas: int) -> 
             export_model(model, Path(folder) / f"{family}-files", file_bytes=9000, **ranks)
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_all_ranks_write_what_one_process_saves(tmp_path: Path, size: int, replicas: int):
     for family in FAMILIES:
         save(tmp_path, family)

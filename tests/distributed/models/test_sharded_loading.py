@@ -197,10 +197,9 @@ def built_roles(
 @pytest.mark.parametrize(
     ("families", "sizes"),
     [
-        (BUILT, {"dp_shard": 2}),
         (BUILT if RUNS_ALL else BUILT[:1], {"tp": 2}),
         (BUILT if RUNS_ALL else BUILT[1:], {"pp": 2}),
-        (BUILT[1:], {"dp_shard": 2, "ep": 2}),
+        *[(BUILT, {"dp_shard": 2}), (BUILT[1:], {"dp_shard": 2, "ep": 2})] * RUNS_ALL,
     ],
 )
 def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(
@@ -227,7 +226,14 @@ def built_adapters(mesh: DeviceMesh, rank: int, path: str, sizes: dict[str, int]
     return [name for name, weight in own.items() if not torch.equal(found[name], weight)]
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "pp": 2},
+        *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ({"dp_shard": 2}, {"tp": 2})),
+    ],
+)
 def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path, sizes: dict[str, int]):
     path, ranks = save(tmp_path, "llama", vocab_size=len(tiny_tokenizer())), ParallelLayout(**sizes).world_size
     assert on_ranks(tmp_path, ranks, built_adapters, str(path), sizes) == [[]] * ranks

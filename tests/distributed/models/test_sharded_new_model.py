@@ -32,10 +32,11 @@ from tests.memory_rise import MIB, MemoryRise
 FAMILIES = ("gemma3_text", "qwen3_moe")
 LAYOUTS = (
     (FAMILIES, {"dp_shard": 3}),  # 3 divides few sizes
-    (("llama",), {"dp_replicate": 2, "dp_shard": 2}),
-    (FAMILIES, {"dp_shard": 2, "tp": 2}),
+    pytest.param(("llama",), {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.long),
+    (FAMILIES[:1], {"dp_shard": 2, "tp": 2}),
+    pytest.param(FAMILIES[1:], {"dp_shard": 2, "tp": 2}, marks=pytest.mark.long),
     (FAMILIES[:1], {"dp_shard": 2, "pp": 2}),
-    (("llama",), {"cp": 2}),
+    pytest.param(("llama",), {"cp": 2}, marks=pytest.mark.long),
     (FAMILIES[1:], {"dp_shard": 2, "ep": 2}),
 )
 LARGE = {
@@ -99,7 +100,7 @@ def built_adapters(mesh: DeviceMesh, rank: int, sizes: dict[str, Any]) -> list[s
     return [name for name, weight in truth.named_parameters() if not torch.equal(found[name].full_tensor(), weight)]
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({"dp_shard": 2}, marks=pytest.mark.long), {"tp": 2}])
 def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path, sizes: dict[str, Any]):
     assert on_ranks(tmp_path, 2, built_adapters, sizes) == [[], []]
 

@@ -38,6 +38,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "arithmetic" / "notes.txt").touch()
     (tmp_path / "prompts").mkdir()
     pq.write_table(pa.Table.from_pylist([ROW] * 32), tmp_path / "prompts" / "train.parquet")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
     return tmp_path
 
 
@@ -114,7 +116,13 @@ def said(capsys, code, *words):
             "job.excludes matches its files; put it there, or set the absolute path of a folder on storage",
         ),
         ((RUN_DIR, *JSONL, "data.validation_source=.."), 3, "it is outside of that folder; put it there"),
+        (
+            (RUN_DIR, "--config-dir", "conf", "experiment=mine", "job.excludes=['/conf']"),
+            2,
+            "the folder of presets 'conf' would not be uploaded with",
+        ),
         # All is well here, so it is the server that is missed.
+        ((RUN_DIR, "--config-dir=conf", "experiment=mine"), 2, "no Ray job server answers at"),
         ((RUN_DIR, *JSONL, "data.source=prompts/"), 2, "no Ray job server answers at"),
         ((RUN_DIR, "job.excludes=[/arithmetic]"), 2, "no Ray job server answers at"),
         ((RUN_DIR, *JSONL), 2, "no Ray job server answers at http://127.0.0.1:1 (Failed to connect"),

@@ -29,14 +29,15 @@ from tests.builders import tiny_tokenizer
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """Stand in for the recipes: what they were run with; `ran.fails` is raised by the next one."""
+    """Stand in for the recipes: what they were run with; `ran.fails` is raised by each, or by the one in `fails_in`."""
 
     class Ran(list):
         fails: BaseException | None = None
+        fails_in: int | None = None
 
         def main(self, config: Config) -> None:
             self.append(config)
-            if self.fails:
+            if self.fails and self.fails_in in (None, len(self)):
                 raise self.fails
 
     runs = Ran()
@@ -236,6 +237,28 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
 
 
 @pytest.mark.parametrize(
+    ("words", "folder", "resumed"),
+    [
+        (["hydra.sweep.dir=all"], "all/1", "run_dir={here}/all resume=auto"),
+        (["run_dir=all"], "all/1", "run_dir=all resume=auto"),
+        (["run_dir=all-${seed}"], "all-2", "resume=auto"),
+    ],
+)
+def test_an_interrupted_sweep_is_resumed_as_a_whole_by_what_is_said(ran, tmp_path, capsys, words, folder, resumed):
+    resumed = resumed.format(here=tmp_path)
+    ran.fails, ran.fails_in = Interrupted(), 2
+    command = ["train", "--multirun", "seed=1,2,3", *words]
+    assert main(command) == 130
+    assert f"; run the same command with {resumed} to resume from the last" in capsys.readouterr().err
+    first = [config.run_dir for config in ran]
+    assert first[1] == str(tmp_path / folder)
+    ran.clear()
+    ran.fails = None
+    assert main([*(word for word in command if not word.startswith("hydra")), *resumed.split()]) == 0
+    assert [config.run_dir for config in ran][:2] == first
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["trainer.stepz=1"], "did you mean trainer.steps?"),
@@ -356,7 +379,8 @@ def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
 
 
 def test_a_job_is_plain_data():
-    assert [field.name for field in dataclasses.fields(Job)] == ["config", "given", "number", "sweep_dir", "overrides"]
+    names = [field.name for field in dataclasses.fields(Job)]
+    assert names == ["config", "given", "number", "sweep_dir", "overrides", "resume_dir"]
 
 
 def test_a_run_whose_output_nobody_reads_any_more_ends_quietly_as_by_a_signal(ran, capfd):

@@ -164,6 +164,10 @@ def test_a_run_that_cannot_be_is_refused_before_kubernetes_sees_it(kuberay, caps
             ],
         ),
         (("recipe.target=kuberay_recipe", "sft_warmup.steps=0"), ["recipe.target is 'kuberay_recipe', whose module"]),
+        (
+            ("--config-dir", "conf", "experiment=mine"),
+            ["the folder of presets is 'conf', but a manifest"],
+        ),
         (("job.working_dir=inner",), ["job.working_dir is 'inner', but a manifest uploads nothing; put your files"]),
         (("job.excludes=['*.bin']",), ["job.excludes is ['*.bin'], but a manifest uploads nothing; put your files"]),
     ],
@@ -174,6 +178,8 @@ def test_a_run_that_needs_an_upload_is_refused(kuberay, capsys, tmp_path, monkey
     (tmp_path / "kuberay_recipe.py").write_text("from rlpack.recipes.grpo_spec import SPEC\ndef main(config): ...\n")
     (tmp_path / "inner").mkdir()
     (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
     assert kuberay.main([*RUN, "--", "run_dir=/shared/mine", *words]) == 2
     heard = capsys.readouterr()
     assert heard.out == ""

@@ -61,6 +61,7 @@ def pool_of(processes: Processes, *, is_restartable: bool = True) -> RayRanks:
     ranks._pool, ranks._store = cast(Any, processes), Mock(producer_of=lambda error: None)
     ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), [], SubmittedCalls()
     ranks._submitting, ranks._call_s, ranks._start_s, ranks._usage = threading.RLock(), 60.0, 60.0, UsageLog()
+    ranks._ended_by = None
     return ranks
 
 
@@ -92,6 +93,27 @@ def test_a_pool_that_can_be_started_again_is_so_after_each_kind_of_death(
     with pytest.raises(RoleError, match="resume=auto continues from the newest checkpoint"):
         pool_of(processes, is_restartable=False)._wait([call], 60.0)
     assert processes.done == ["kill"]
+
+
+@pytest.mark.parametrize("is_restartable", [True, False])
+def test_a_pool_that_was_ended_for_a_failure_raises_it_in_other_threads_too(
+    monkeypatch: pytest.MonkeyPatch, is_restartable: bool
+):
+    processes, call = Processes(), call_of_rank(1)
+    pool = pool_of(processes, is_restartable=is_restartable)
+    failure = RayTaskError("measure", "its traceback", ValueError("the key was rejected")).as_instanceof_cause()
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [Answer(call.ref, None, failure)])
+    with pytest.raises(RoleError, match="ValueError: the key was rejected") as first:
+        pool._wait([call], 60.0)
+    assert processes.done == ["kill"]
+    # Another thread sees that the processes are gone.
+    monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [Answer(call.ref, None, died())])
+    with pytest.raises(RoleError) as second:
+        pool._wait([call], 60.0)
+    assert second.value is first.value
+    with pytest.raises(RoleError) as third:
+        pool._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {pool}), 1)
+    assert third.value is first.value
 
 
 @pytest.mark.parametrize("error", [died(), OutOfMemoryError(MEMORY)])

@@ -253,3 +253,15 @@ def test_a_wrong_score_is_blamed_on_the_rank_that_returned_it_where_data_ranks_h
             with pytest.raises(RoleError, match=f"row {row} has the reward nan") as wrong:
                 check_scores("judge", "score", scores, plan, layout=layout)
             assert wrong.value.rank == rank
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(2, 0), (1, None)])
+def test_a_rank_is_named_only_if_the_plan_decides_it(rows: int, rank: int | None):
+    """Calls in the background with fewer rows than data ranks go to all data ranks in turn."""
+    batch = tiny_rollouts(SIZES[:rows]).keep(["input_ids"])
+    plan = make_plan(batch["input_ids"].lengths.numpy(), Batching(mode="fixed", micro_batch_size=1), dp_size=2)
+    assert rank is None or list(plan.rank_plan(0).rows) == [0]
+    broken = {"rewards": torch.full((rows,), torch.nan), "quarantined": torch.zeros(rows, dtype=torch.bool)}
+    with pytest.raises(RoleError, match="row 0 has the reward nan") as wrong:
+        check_scores("judge", "score", batch.keep([]).union(broken), plan, layout=TWO_DATA_RANKS)
+    assert wrong.value.rank == rank

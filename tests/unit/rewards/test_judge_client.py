@@ -16,6 +16,7 @@ import pytest
 from rlpack.config.schema import Judge
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, check_prompt_template, parse_score, placeholders
+from rlpack.rewards.score_requests import api_key
 
 TIMEOUT_S = 0.4
 
@@ -51,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if "huge" in text:
             body = " " * (5 << 20)
         score = "I can't say" if "mute" in text else f"Well. Score: {text[-1]}"
-        self.reply(status, body or json.dumps({"choices": [{"message": {"content": score}}]}))
+        choice = {"message": {"content": score}, "finish_reason": "length" if "cut" in text else "stop"}
+        self.reply(status, body or json.dumps({"choices": [choice]}))
 
     def reply(self, status, body):
         self.send_response(status)
@@ -114,6 +116,23 @@ def test_scores_come_back_in_order_as_shares_of_the_largest(server):
     assert retries == 0
     (request,) = {(r["path"], r["key"], r["model"], r["max_tokens"], r["temperature"]) for r in server.requests}
     assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
+
+
+def test_the_score_of_an_answer_that_was_cut_off_does_not_count(server):
+    (cut, whole), _ = ask(settings(server, max_tokens=7), "cut 1", "whole 1")
+    assert (cut.value, cut.problem, whole.value) == (0.0, "invalid", 0.1)
+    assert cut.detail.startswith("its answer was cut off at judge.max_tokens (7); raise it: 'Well. Score: 1'")
+
+
+def test_an_api_key_is_read_without_line_breaks_and_never_shown():
+    assert api_key("KEY", {"KEY": "sk-secret\n"}) == "sk-secret"
+    for key in ("sk secret", "sk-sécret", "sk-\x00secret"):
+        with pytest.raises(RewardError, match=r"judge\.api_key_env is 'KEY'.* printable ASCII") as error:
+            api_key("KEY", {"KEY": key})
+        assert "cret" not in str(error.value)
+    for empty in ({}, {"KEY": " \n"}):
+        with pytest.raises(RewardError, match="isn't set"):
+            api_key("KEY", empty)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ def test_a_resumed_run_may_not_have_done_more_steps_than_its_passes_take():
     check_steps(done, config)  # not known before the data is read
     with pytest.raises(ConfigError, match=r"trainer\.steps is 20, but the run in run_dir=.* has done 21 steps"):
         check_steps(done, with_steps(config, 100))
+    with pytest.raises(ConfigError, match=r"data_epochs is 2, which is 20 steps, .* 21 steps; raise trainer\.data_epo"):
+        check_steps(done, with_steps(config, 100), 2.0)
 
 
 @pytest.mark.parametrize("value", [0, -1, "many", True])

@@ -304,6 +304,28 @@ def test_whoever_has_the_last_group_has_its_counts(tmp_path: Path):
     assert groups.pop_counts() == {"reward/timeouts": 1.0}
 
 
+def test_the_first_failure_of_scoring_is_raised_whatever_follows_from_it(tmp_path: Path):
+    groups, has_failed = groups_by_end(tmp_path), threading.Event()
+
+    def fail(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        raise RoleError("judge", 0, "score", "the key was rejected")
+
+    def die(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        assert has_failed.wait(30.0)
+        raise RoleError("judge", 1, "score", "the process died")
+
+    groups.add(Batch(one_group(0), die))
+    groups.add(Batch(one_group(1), fail))
+    with pytest.raises(RoleError, match="the key was rejected"):
+        groups.all_scored()
+    has_failed.set()
+    deadline = time.monotonic() + 30.0
+    while groups._num_threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(RoleError, match="the key was rejected"):
+        groups.all_scored()
+
+
 def test_few_threads_wait_for_many_slow_scores(tmp_path: Path):
     groups, go_on = groups_by_end(tmp_path), threading.Event()
 

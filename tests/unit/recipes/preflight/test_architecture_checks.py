@@ -262,6 +262,22 @@ def test_an_architecture_that_the_installed_vllm_does_not_run_is_refused(
         check(model, batching=padded, rollout=Rollout(engine="vllm"))
 
 
+def test_vllm_needs_torchvision_for_a_model_that_also_reads_images(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlpack.recipes.preflight.architecture_checks.architecture_problem", lambda kind: None)
+    installed = {"vllm"}
+    monkeypatch.setattr(
+        "rlpack.recipes.preflight.architecture_checks.find_spec", lambda name: object() if name in installed else None
+    )
+    text = {**SIZES, "intermediate_size": 48, "head_dim": 32, "num_key_value_heads": 2, "model_type": "gemma3_text"}
+    vision = {**SIZES, "intermediate_size": 48, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    model = {"model_type": "gemma3", "text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    check(model)
+    with pytest.raises(ModelError, match=r"vLLM needs torchvision .* this gemma3 model, .* set rollout\.engine=hf"):
+        check(model, rollout=Rollout(engine="vllm"))
+    installed.add("torchvision")
+    check(model, rollout=Rollout(engine="vllm"))
+
+
 def test_a_model_that_the_gpus_of_an_engine_cannot_split_is_refused_with_the_key():
     model = {"model_type": "qwen2", **SIZES, "num_attention_heads": 2, "num_key_value_heads": 2}
     pools = {"main": Pool(ranks=1), "engines": Pool(ranks=1, gpus_per_rank=4)}

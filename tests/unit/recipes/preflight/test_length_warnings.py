@@ -1,6 +1,7 @@
 """Rows that are longer than those that the model was made for."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +71,16 @@ def test_runs_and_evaluations_warn(caplog):
         ),
     ],
 )
-def test_stretched_positions_count(rope, limit):
+def test_stretched_positions_count(rope: dict[str, Any], limit: int):
     nested = {name: {"rope_theta": 1e4, **value} for name, value in rope.items() if isinstance(value, dict)}
     config = AutoConfig.for_model("llama", max_position_embeddings=64)
     config.rope_parameters = nested or {"rope_theta": 1e4, **rope}
     assert length_limit(config) == ("max_position_embeddings", limit)
+
+
+def test_the_positions_of_gemma_3_are_those_after_scaling():
+    # As for google/gemma-3-4b-it, whose 131,072 positions are its whole context.
+    config = AutoConfig.for_model("gemma3_text", max_position_embeddings=131_072)
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    config.rope_parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert length_limit(config) == ("max_position_embeddings", 131_072)
