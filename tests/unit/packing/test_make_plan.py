@@ -28,7 +28,7 @@ from rlpack.packing.rows import resolve_rows
 
 MODES = get_args(Mode)
 # `make test-long` asks for more.
-EXAMPLES = int(os.environ.get("RLPACK_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("RLPACK_EXAMPLES", "150"))
 
 
 @st.composite
@@ -132,7 +132,7 @@ def test_a_rank_plan_is_complete_on_its_own(request: dict[str, Any]) -> None:
 
 
 @given(request=requests())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
     plan = make_plan(**request)
     packed = plan.batching.mode == "packed"

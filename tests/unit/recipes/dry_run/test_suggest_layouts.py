@@ -312,7 +312,7 @@ def test_variants_without_offloading_are_found_where_host_memory_is_short(monkey
     assert len(offloaded) == 2 + len({each.family for each in ordered})
 
 
-@pytest.mark.parametrize("host", [None, 1])
+@pytest.mark.parametrize("host", [None, pytest.param(1, marks=pytest.mark.long)])
 def test_no_variant_is_tried_twice(monkeypatch: pytest.MonkeyPatch, host: int | None):
     given = config(2, batching=Batching(max_tokens=128))
     estimator = open_estimator(given, 80)
