@@ -30,7 +30,7 @@ help:
 	@echo "make test-vllm-core                      all tests of make test, with vLLM's versions of all packages"
 	@echo "make test-vllm-long                      vLLM with every kind of model, 200,000 draws, more runs in flight"
 	@echo "make vllm                                install into .venv-vllm only"
-	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines, more recipes and memory estimates, test-vllm-core, test-vllm-long"
+	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight, dead engines, all tests marked as long, test-vllm-core, test-vllm-long"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-faults                         every role, phase and fault in real runs (ARGS='--only kill --seconds 600')"
 	@echo "make soak                                1,000 steps with a fault every 20: same bits, nothing grows"

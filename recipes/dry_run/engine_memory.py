@@ -25,7 +25,7 @@ _PREPARED_BYTES = 2**30
 _ROOM = 1.5
 # Parts of the names of vLLM's arguments with which weights or cache may take less of a GPU than is counted here.
 _SMALLER = ("offload", "quantization", "cache_dtype", "load_format", "model_loader", "overrides", "additional_config")
-_SMALLER += ("context_parallel", "num_gpu_blocks_override", "language_model_only", "limit_mm_per_prompt")
+_SMALLER += ("context_parallel", "num_gpu_blocks_override", "limit_mm_per_prompt")
 
 
 @dataclass(frozen=True)

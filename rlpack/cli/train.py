@@ -73,7 +73,8 @@ class Job:
         number: its place in a sweep; None for a single run.
         sweep_dir: Hydra's directory of this run of a sweep.
         overrides: its own overrides in a sweep.
-        resume_dir: value of `run_dir` with which the same command resumes it; None if the command sets it.
+        resume_dir: value of `run_dir` with which the same command resumes it, and all runs of its sweep; None if the
+            command sets `run_dir` itself, "" if no value does.
     """
 
     config: Config
@@ -162,6 +163,8 @@ def how_to_resume(job: Job, config: Config) -> str:
     is_saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
     if not is_saved and not job.number:  # else earlier runs of the sweep are saved
         return "nothing was saved yet"
+    if job.resume_dir == "":
+        return f"start this run alone, with run_dir={config.run_dir} resume=auto, to resume from its last checkpoint"
     where = "" if job.resume_dir is None else f"run_dir={job.resume_dir} "
     of = "its last checkpoint" if job.number is None else "the last checkpoint of each run of the sweep"
     return f"run the same command with {where}resume=auto to resume from {of}"
@@ -355,15 +358,16 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
     named = [job.config.run_dir for job in jobs]
     placed = []
     for job in jobs:
-        run_dir = resume_dir = job.config.run_dir
+        run_dir, in_sweep, resume_dir = job.config.run_dir, job.number is not None, None
         if run_dir is None:
             run_dir = resume_dir = job.sweep_dir or _fresh_name(now, job.config.recipe.name)
-            if len(jobs) > 1 and Path(run_dir).name == str(job.number):  # as for jobs that name the same run_dir
-                resume_dir = str(Path(run_dir).parent)
-        elif job.number is not None and named.count(run_dir) > 1:
+            if in_sweep:  # jobs that name the same run_dir, of which there are several, get folders below it
+                is_found = len(jobs) > 1 and Path(run_dir).name == str(job.number)
+                resume_dir = str(Path(run_dir).parent) if is_found else ""
+        elif in_sweep and named.count(run_dir) > 1:
             run_dir = str(Path(run_dir) / str(job.number))
-        elif job.number is not None:
-            resume_dir = None
+        elif not in_sweep:
+            resume_dir = run_dir
         run_dir = os.path.expanduser(run_dir)
         config = job.config.model_copy(update={"run_dir": run_dir})
         placed.append(replace(job, config=config, resume_dir=resume_dir))

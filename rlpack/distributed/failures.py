@@ -34,6 +34,7 @@ class RankCall:
         method: name of the method.
         order: place in the order of submission, in which a rank runs its calls; the same on all ranks of a call.
         background: whether it runs in a thread, while the rank answers other calls.
+        starts: whether it may start an engine.
     """
 
     ref: ray.ObjectRef
@@ -42,6 +43,7 @@ class RankCall:
     method: str
     order: int
     background: bool = False
+    starts: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def rank_calls(
     *,
     ranks: Sequence[int] | None = None,
     background: bool = False,
+    starts: bool = False,
 ) -> list[RankCall]:
     """Return a `RankCall` for each reference just submitted, with the next submission number.
 
@@ -76,7 +79,7 @@ def rank_calls(
     """
     order = next(_ORDER)
     numbered = zip(range(len(refs)) if ranks is None else ranks, refs, strict=True)
-    return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
+    return [RankCall(ref, role, rank, method, order, background, starts) for rank, ref in numbered]
 
 
 def is_death(error: BaseException | None) -> bool:

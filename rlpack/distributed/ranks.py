@@ -342,4 +342,5 @@ class RayRanks(RestartablePool):
                     refs.append(actor.measure.remote("call", *target))
                 else:
                     refs.append(actor.call.remote(*target))
-            return rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)
+            kind = {"background": call.background, "starts": call.starts}
+            return rank_calls(refs, call.role, call.method, ranks=call.called, **kind)

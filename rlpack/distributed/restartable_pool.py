@@ -40,6 +40,7 @@ from rlpack.distributed.failures import (
     lost_node_error,
     rank_calls,
 )
+from rlpack.distributed.first_failure import FirstFailure
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.pool_processes import BuiltRole, PoolProcesses
 from rlpack.distributed.ray_store import RayStore
@@ -91,8 +92,7 @@ class RestartablePool(ABC):
         self._restarts = Restarts() if restarts is None else restarts
         self._after_restart: list[Callable[[], None]] = []
         self._is_restarting = self._is_ended = False
-        self._ended_by: RoleError | None = None  # the failure for which the processes were killed
-        self._submitted = SubmittedCalls()
+        self._failure, self._submitted = FirstFailure(), SubmittedCalls()
         # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
         # A restart holds it, too.
         self._submitting = RLock()
@@ -153,8 +153,7 @@ class RestartablePool(ABC):
         Other threads that wait for calls raise the first failure, rather than the death of the processes.
         """
         self.end()
-        if self._ended_by is None and isinstance(failure, RoleError):
-            self._ended_by = failure
+        self._failure.record(failure)
         self._pool.kill()
 
     @abstractmethod
@@ -223,8 +222,10 @@ class RestartablePool(ABC):
         logger.warning("pool %s runs again after %.1f s", self._pool.name, seconds)
 
     def _raise_if_ended(self, lost: LostRanksError) -> None:
+        if failure := self._failure.again():
+            raise failure
         if self._is_ended:
-            raise self._ended_by or lost.error from lost
+            raise lost.error from lost
 
     def _wait(
         self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool", began: float | None = None
@@ -233,17 +234,21 @@ class RestartablePool(ABC):
 
         At the first failure or at the deadline, kill this pool and the `others`, and raise.
 
-        Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
-        them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
-        For calls with their own deadline it counts from `began`, or from the last earlier call; the earlier calls
-        themselves may take as long as any call of the pool.
+        Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of them, and
+        their failures are raised at once, because ranks may be blocked in a collective with a failed one. For calls
+        with their own deadline it counts from `began`, or from the last earlier call; the earlier calls themselves may
+        take as long as any call of the pool, and those that start engines as long as a start.
         """
         pools = {self, *others}
         results: dict[ray.ObjectRef, Any] = {}
         pending = {call.ref: call for call in calls}
         earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
-        limit_s = max(timeout_s, self._call_s) if earlier and began is not None else timeout_s
-        deadline = (time.monotonic() if began is None or earlier else began) + limit_s
+
+        def limit() -> float:
+            longest_s = max(timeout_s, self._call_s) if earlier and began is not None else timeout_s
+            return longest_s + (self._start_s if any(call.starts for call in earlier.values()) else 0.0)
+
+        deadline = (time.monotonic() if began is None or earlier else began) + (limit_s := limit())
         while pending:
             answers = arrived([*earlier, *pending], deadline)
             if not answers:
@@ -253,15 +258,14 @@ class RestartablePool(ABC):
                 if answer.error is not None:
                     unfinished = [one for ref, one in {**earlier, **pending}.items() if ref != answer.ref]
                     self._raise_failure(answer.ref, answer.error, earlier, calls, unfinished, pools)
-                call = earlier.pop(answer.ref, None)
+                is_earlier = answer.ref in earlier
+                call = (earlier if is_earlier else pending).pop(answer.ref)
                 for pool in pools:
-                    pool._submitted.record_answer(call or pending[answer.ref])
-                if call is None:
+                    pool._submitted.record_answer(call)
+                if is_earlier:
+                    deadline = time.monotonic() + (limit_s := limit())
+                else:
                     results[answer.ref] = answer.value
-                    del pending[answer.ref]
-                    continue
-                limit_s = limit_s if earlier else timeout_s
-                deadline = time.monotonic() + limit_s
         return [results[call.ref] for call in calls]
 
     def _raise_failure(
@@ -289,12 +293,11 @@ class RestartablePool(ABC):
         if isinstance(cause, RayTaskError):  # maybe of a collective that a stopped process doesn't reach
             stopped = _end_stopped(unfinished, pools)
             if stopped:
-                explained = error_beside_stopped(call, cause, stopped)
-                raise _killed(pools, _hung(stopped, pools), explained) from cause
+                raise _killed(pools, _hung(stopped, pools), error_beside_stopped(call, cause, stopped), cause)
         dead = _pools_of_dead(cause, call, pools)
         call = _call_of_dead_rank(cause, call, under_way, pools)
         place = _place_of_dead(cause, call, pools)
-        raise _killed(pools, dead, self._failure(call, cause, earlier, place)) from cause
+        raise _killed(pools, dead, self._describe_failure(call, cause, earlier, place), cause)
 
     def _missed(
         self, late: list[RankCall], limit_s: float, pools: set["RestartablePool"], *, is_own: bool = False
@@ -306,7 +309,7 @@ class RestartablePool(ABC):
             missed = lost_node_error(late[0], limit_s, self._pool.name, ranks_of)
         return _killed(pools, _hung(stopped or late, pools), missed)
 
-    def _failure(
+    def _describe_failure(
         self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall], place: RankPlace | None
     ) -> RoleError:
         """Return the error for a failed call; `place` is that of the process that died, if one did."""
@@ -378,18 +381,20 @@ def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[
     return stopped
 
 
-def _killed(pools: set[RestartablePool], lost: set[RestartablePool], error: RoleError) -> RoleError | LostRanksError:
+def _killed(
+    pools: set[RestartablePool], lost: set[RestartablePool], error: RoleError, cause: RayError | None = None
+) -> RoleError | LostRanksError:
     """Kill pools, and return the error to raise; nothing is killed if all pools that are lost can be started again.
 
     If another thread has killed one of them for a failure, the error is that failure.
     """
     for pool in lost:
-        if pool._ended_by is not None:
-            return pool._ended_by
+        if failure := pool._failure.again():
+            return failure
+    error.__cause__ = cause
     if lost and all(pool.is_restartable for pool in lost):
         return LostRanksError(error, lost)
-    if lost:
-        error.hint = _RESUME
+    error.hint = _RESUME if lost else error.hint
     for pool in pools:
         pool.kill(error)
     return error

@@ -116,13 +116,16 @@ class SubmittedCalls:
                 submitted.unfinished.pop(call.ref, None)
 
     def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
-        """Return the unfinished parts of the calls that were submitted before the last of `calls`, awaited or not."""
+        """Return the unfinished parts of the calls that were submitted before the last of `calls`, in their order.
+
+        Some thread may wait for their results.
+        """
         last = max((call.order for call in calls), default=-1)
         ranks = {call.rank for call in calls}
         with self._lock:
             return {
                 one.ref: one
-                for submitted in (*self._calls.values(), *self._awaited.values())
+                for submitted in sorted((*self._calls.values(), *self._awaited.values()), key=lambda one: one.order)
                 if submitted.order < last
                 for one in submitted.unfinished.values()
                 if submitted.call.ranks is None or one.rank in ranks

@@ -74,7 +74,7 @@ def find_model(given: str, choice: str | None) -> EvaluatedModel:
         )
     if folder is not None:
         if (folder / MARKER).exists() and not (folder / "config.json").exists():  # exported models are marked, too
-            if folder.absolute().parent.name not in _PHASES:
+            if folder.absolute().parent.name == "reference":
                 raise ModelError(
                     f"{given!r} is what a run stores of its reference, which can't be evaluated; give the model that "
                     "the run started from, or a checkpoint of the run: rlpack evaluate RUN --checkpoint N"

@@ -61,7 +61,7 @@ def _check_models_of_run(run: Config) -> None:
         if os.path.isabs(paths[missing[0]]):
             raise ModelError(
                 f"the run's {missing[0]} is {named[missing[0]]!r}, which is not a folder any more; move it back or "
-                "link it there, or evaluate the model that the run exported, the folder model in its directory"
+                "link it there, or, once the run has finished, evaluate the folder model in its directory"
             ) from error
         raise ModelError(
             f"{error}. {named[missing[0]]!r} comes from the run's configuration; if it is a folder, it is relative to "

@@ -157,8 +157,8 @@ KINDS["eight_bit_experts"] = KINDS["eight_bit"].model_copy(
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        *(("adapters", 1), ("adapters", 2), ("eight_bit_in_replicas", 4), ("eight_bit_experts", 2)),
-        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("dropout", "freeze", "eight_bit")),
+        *(("adapters", 1), ("dropout", 2), ("eight_bit_in_replicas", 4), ("eight_bit_experts", 2)),
+        *(pytest.param(kind, 2, marks=pytest.mark.long) for kind in ("adapters", "freeze", "eight_bit")),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, size: int):

@@ -27,7 +27,7 @@ OTHERS = {
 }
 
 
-SHORT = ("packed on one rank", "dynamic on two ranks that share tokens, generated in parts")
+SHORT = ("packed in two stages", "dynamic on two ranks that share tokens, generated in parts")
 
 
 @pytest.fixture(

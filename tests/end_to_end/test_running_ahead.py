@@ -102,9 +102,8 @@ def threads_of(run_dir: Path, name: str) -> list[str]:
     return [thread for named, _, _, thread in sorted(spans, key=lambda one: one[1]) if named == name]
 
 
-# Of the others, `make test-faults` kills runs in every phase.
 @pytest.fixture(
-    scope="module", params=["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in RECIPES if name != "grpo")]
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name == "dapo")) for name in RECIPES]
 )
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, tuple[str, ...]]:
     """Return an uninterrupted run, and its overrides."""

@@ -49,7 +49,6 @@ def test_a_run_whose_driver_and_then_a_rank_is_killed_ends_as_an_uninterrupted_o
     assert all(torch.equal(weights[name], others[name]) for name in others)
 
 
-@pytest.mark.long
 def test_ctrl_c_reaches_the_run_once_and_it_is_not_started_again(tmp_path: Path):
     with started(tmp_path, *OVERRIDES, "supervise=3") as command:
         reach(command, 1)

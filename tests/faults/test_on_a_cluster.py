@@ -50,8 +50,8 @@ def processes(mark: str) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        pytest.param("driver, plan, kill, one pool", -9, marks=pytest.mark.long),
-        ("trainer rank k, plan, kill, one pool", 1),
+        ("driver, plan, kill, one pool", -9),
+        pytest.param("trainer rank k, plan, kill, one pool", 1, marks=pytest.mark.long),
     ],
 )
 def test_nothing_of_a_run_is_left_on_a_cluster_after_a_fault(machines: Machines, tmp_path: Path, name: str, code: int):

@@ -163,7 +163,7 @@ def _end_section(run_dir: Path, records: plots.Records, config: dict[str, Any]) 
     else:
         title, text = f"{end.status.capitalize()} {place}", f"{end.error} (see {LOG})." if end.error else ""
     if holds_checkpoint(run_dir):
-        text += f" The same command with run_dir={run_dir} resume=auto continues from the last checkpoint."
+        text += f" To continue from the last checkpoint, start it with its overrides and run_dir={run_dir} resume=auto."
     return f'<section class="warning"><h2>{_text(title)}</h2><p>{_text(text)}</p></section>'
 
 

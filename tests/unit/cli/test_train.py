@@ -240,7 +240,7 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
     ("words", "folder", "resumed"),
     [
         (["hydra.sweep.dir=all"], "all/1", "run_dir={here}/all resume=auto"),
-        (["run_dir=all"], "all/1", "run_dir=all resume=auto"),
+        (["run_dir=all"], "all/1", "resume=auto"),
         (["run_dir=all-${seed}"], "all-2", "resume=auto"),
     ],
 )

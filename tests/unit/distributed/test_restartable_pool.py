@@ -1,6 +1,8 @@
 """What a pool does after a death, without Ray: a test says what its ranks answer."""
 
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -14,6 +16,7 @@ from rlpack.distributed.answers import Answer
 from rlpack.distributed.calls import Call
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.failures import RankCall, RankPlace
+from rlpack.distributed.first_failure import FirstFailure
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.restartable_pool import LostRanksError
 from rlpack.distributed.restarts import Restarts
@@ -61,7 +64,7 @@ def pool_of(processes: Processes, *, is_restartable: bool = True) -> RayRanks:
     ranks._pool, ranks._store = cast(Any, processes), Mock(producer_of=lambda error: None)
     ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), [], SubmittedCalls()
     ranks._submitting, ranks._call_s, ranks._start_s, ranks._usage = threading.RLock(), 60.0, 60.0, UsageLog()
-    ranks._ended_by = None
+    ranks._failure = FirstFailure()
     return ranks
 
 
@@ -110,10 +113,13 @@ def test_a_pool_that_was_ended_for_a_failure_raises_it_in_other_threads_too(
     monkeypatch.setattr(restartable_pool, "arrived", lambda refs, deadline: [Answer(call.ref, None, died())])
     with pytest.raises(RoleError) as second:
         pool._wait([call], 60.0)
-    assert second.value is first.value
+    assert (str(second.value), second.value.__cause__) == (str(first.value), failure)
+    second.value.phase, second.value.step = "train", 3  # its thread's
     with pytest.raises(RoleError) as third:
         pool._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {pool}), 1)
-    assert third.value is first.value
+    assert (str(third.value), third.value.__cause__) == (str(first.value), failure)
+    assert isinstance(first.value.original, ValueError)
+    assert third.value.original is first.value.original
 
 
 @pytest.mark.parametrize("error", [died(), OutOfMemoryError(MEMORY)])
@@ -143,6 +149,24 @@ def test_a_death_outside_of_the_pool_is_no_death_of_its_rank(monkeypatch: pytest
         with pytest.raises(RoleError, match="a process that the call got data from has ended: the process "):
             pool_of(processes)._wait([call], 60.0)
     assert processes.done == ["kill", "kill"]
+
+
+def test_a_call_behind_one_that_starts_an_engine_has_time_for_the_start(monkeypatch: pytest.MonkeyPatch):
+    pool, last = pool_of(Processes()), replace(call_of_rank(1), order=1)
+    starting = replace(call_of_rank(0), method="replace_failed_engine", starts=True)
+    submitted = SubmittedCall(Call("rollout", "replace_failed_engine", [()] * 2, {}, starts=True), 7)
+    pool._submitted.record_start(submitted, [starting])
+    pool._submitted.add(submitted)
+    pool._start_s, limits = 500.0, list[float]()
+
+    def arrive(refs: list[Any], deadline: float) -> list[Answer]:
+        limits.append(deadline - time.monotonic())
+        return [Answer(refs[0], "done", None)]
+
+    monkeypatch.setattr(restartable_pool, "arrived", arrive)
+    with pool._submitted.awaiting(submitted):  # by another thread
+        assert pool._wait([last], 60.0) == ["done"]
+    assert limits == [pytest.approx(560.0, abs=5), pytest.approx(60.0, abs=5)]
 
 
 def test_answers_that_arrive_together_are_read_together(monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,7 @@ def test_only_calls_that_were_submitted_before_one_that_is_waited_for_hold_it_up
     calls = submitted("first", "second", "third")
     with calls.awaiting(calls.all()[1]):  # by another thread
         assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
-        others = [f"{name} {rank}" for name in ("first", "third", "second") for rank in range(2)]
+        others = [f"{name} {rank}" for name in ("first", "second", "third") for rank in range(2)]
         assert list(calls.before(parts("fourth", 3))) == others
     assert list(calls.before(parts("fourth", 3))) == ["first 0", "first 1", "third 0", "third 1"]
     assert calls.before([]) == {}

@@ -11,10 +11,12 @@ from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.checkpoint.validity import fault_of
 from rlpack.cli.evaluate import _base_values
 from rlpack.config.compose import compose, compose_evaluation
+from rlpack.config.schema import Model
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
-from rlpack.startup import evaluated_model
+from rlpack.startup import evaluated_model, evaluation_checks
 from rlpack.startup.evaluated_model import find_model, run_config, run_values, with_dtype_of
+from tests.builders import tiny_config
 
 PROGRESS = {"phase": "train", "step": 0}
 STATE = dict.fromkeys(("prompts", "held_out", "reference", "records"))
@@ -160,6 +162,11 @@ def test_what_is_no_run_is_a_model_and_has_no_checkpoints(run, tmp_path):
         find_model("runs/mien", None)
     with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint 4"):
         find_model("runs/mine/checkpoints/train/step-4", None)
+    reference = tmp_path / "runs" / "mine" / "checkpoints" / "reference" / "step-0"
+    reference.mkdir(parents=True)
+    (reference / "COMMITTED").touch()
+    with pytest.raises(ModelError, match="is what a run stores of its reference, which can't be evaluated; give the"):
+        find_model(str(reference), None)
 
 
 def test_an_evaluation_takes_over_what_its_run_was_configured_with(tmp_path):
@@ -218,3 +225,11 @@ def test_a_run_of_a_version_without_a_tokenizers_revision_is_evaluated_with_the_
     config = saved.model_dump(mode="json")
     del config["model"]["tokenizer_revision"]
     assert run_config({"config": config}).model.tokenizer_revision == "main"
+
+
+def test_a_base_model_that_was_moved_is_named_with_what_to_do():
+    run = tiny_config(model=Model(path="/gone/base"))
+    with pytest.raises(
+        ModelError, match=r"the run's model\.path is '/gone/base', .* any more; move it back or link it"
+    ):
+        evaluation_checks._check_models_of_run(run)

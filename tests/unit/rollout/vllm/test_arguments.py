@@ -331,6 +331,7 @@ def test_results_that_a_run_does_not_read_are_refused_and_a_server_returns_them(
 
 def test_all_arguments_that_rlpack_gives_vllm_are_its_own_but_those_with_a_default():
     given = arguments(gpus=0).keys()
+    assert arguments(gpus=0)["language_model_only"] is arguments(gpus=0)["skip_tokenizer_init"] is True
     assert given - OWN_ARGUMENTS.keys() == {"block_size", "max_num_batched_tokens", "use_tqdm_on_load"}
 
 
