@@ -161,7 +161,7 @@ def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:
 def how_to_resume(job: Job, config: Config) -> str:
     """Describe what an interrupted run has saved, and how to resume it, or the sweep that it belongs to."""
     is_saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
-    if not is_saved and not job.number:  # else earlier runs of the sweep are saved
+    if not is_saved and (not job.number or job.resume_dir == ""):  # else earlier runs of the sweep are saved
         return "nothing was saved yet"
     if job.resume_dir == "":
         return f"start this run alone, with run_dir={config.run_dir} resume=auto, to resume from its last checkpoint"
