@@ -14,8 +14,8 @@ from rlpack.models.own_attention import forward_arguments
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.kv_cache import BufferedCache, mask_windows
 
-# Names under which models return their cache and accept it back.
-_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+# Names under which models return their cache and accept it back; `cache` since transformers 5.24.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 # Upper bound on the logits of one forward pass of whole rows (512 MiB in fp32).
 _MAX_LOGITS = 2**27
 
@@ -60,6 +60,7 @@ class PaddedDecoder:
         self._columns = torch.arange(self._width + limit, device=model.device)
         self._cache = BufferedCache(model, self._width + limit)
         self._arguments = frozenset(forward_arguments(model, position_ids=None, logits_to_keep=None))
+        self._cache_name = cache_name(model)
 
     def prefill(self) -> Tensor:
         """Run the prompts; see `Decoder`."""
@@ -95,8 +96,8 @@ class PaddedDecoder:
         output = self._model(
             input_ids=tokens,
             attention_mask=mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_name: self._cache},
             **{name: extra[name] for name in self._arguments},
         )
         return output.logits[:, -1]
@@ -145,7 +146,7 @@ class EqualLengthDecoder:
         self._tokens = prompts.to(model.device).values.view(prompts.num_rows, -1)
         self._rows = torch.arange(prompts.num_rows, device=model.device)
         self._size, self._length = prompts.num_rows, 0
-        self._cache: dict[str, Any] = {}
+        self._cache_name, self._cache = cache_name(model), None
 
     def prefill(self) -> Tensor:
         """Run the prompts; see `Decoder`."""
@@ -168,11 +169,24 @@ class EqualLengthDecoder:
         extra = forward_arguments(
             self._model, position_ids=positions.expand(len(tokens), -1), logits_to_keep=1, cache_position=positions
         )
-        output = self._model(input_ids=tokens, use_cache=True, **self._cache, **extra)
-        self._cache = {name: output[name] for name in _CACHE_NAMES if name in output}
-        if not self._cache:
+        output = self._model(input_ids=tokens, use_cache=True, **{self._cache_name: self._cache}, **extra)
+        # A model's code may use an older name than transformers' class of outputs.
+        self._cache = next((value for name, value in output.items() if name in _CACHE_NAMES), None)
+        if self._cache is None:
             raise EngineError("the model returns no cache")
         return output.logits[:, -1]
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Return the name of the argument by which a model takes its cache.
+
+    Raises:
+        EngineError: it takes none.
+    """
+    names = forward_arguments(model, **dict.fromkeys(_CACHE_NAMES))
+    if not names:
+        raise EngineError("the model takes no cache")
+    return next(iter(names))
 
 
 class RecomputingDecoder:

@@ -30,7 +30,8 @@ class SamplingParams:
 
     Attributes:
         temperature: divides the logits; 0 selects the most likely token (greedy, used in evaluation).
-        top_p: keep the smallest set of tokens with at least this probability (nucleus, arXiv:1904.09751).
+        top_p: keep the smallest set of tokens with at least this probability (nucleus, arXiv:1904.09751). Which tokens
+            of equal probability are left out at its border, if any, depends on the engine.
         top_k: keep the k most likely tokens and all that tie with the last of them; 0 keeps all. vLLM on GPUs keeps k
             tokens, whichever tie.
         max_new_tokens: longest response, including its stop token.

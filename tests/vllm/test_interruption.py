@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlpack.models.policy import Policy
+from rlpack.rollout.decoders import cache_name
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from tests.vllm.engines import TOLERANCE, gap, policy, prompts_of, row_logits, sampled, send, start, token_gaps
@@ -149,8 +150,9 @@ def logprobs_over_a_cache(tokens: torch.Tensor, older: Policy, newer: Policy, ca
 
     f32 [L - cached - 1], for the tokens after the first uncached one.
     """
-    cache = older.model(input_ids=tokens[None, :cached], use_cache=True).past_key_values
-    logits = newer.model(input_ids=tokens[None, cached:], past_key_values=cache, use_cache=True).logits[0]
+    cache = older.model(input_ids=tokens[None, :cached], use_cache=True)[cache_name(older.model)]
+    arguments = {cache_name(newer.model): cache, "use_cache": True}
+    logits = newer.model(input_ids=tokens[None, cached:], **arguments).logits[0]
     return logits[:-1].log_softmax(-1).gather(1, tokens[cached + 1 :, None])[:, 0]
 
 

@@ -1,5 +1,6 @@
 """What a row samples: its tokens depend on its seed alone, and are drawn with the probabilities of their log-probs."""
 
+import math
 import os
 
 import numpy as np
@@ -13,7 +14,7 @@ from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.sampling import filtered_logprobs
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
-from tests.vllm.engines import MAX_LENGTH, VOCABULARY, policy, prompts_of, row_logits, sampled, send
+from tests.vllm.engines import MAX_LENGTH, TOLERANCE, VOCABULARY, policy, prompts_of, row_logits, sampled, send
 
 # Of each setting: 200,000 in all.
 DRAWS = int(os.environ.get("RLPACK_DRAWS", "40000"))
@@ -162,7 +163,9 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "temperature", "top-k", "top-k with ties", "top-p at a border"])
+@pytest.mark.parametrize(
+    "name", ["plain", "temperature", "top-k", "top-k with ties", "top-p at a border", "top-k, then top-p"]
+)
 def test_both_engines_draw_from_the_exact_distribution(shared_engine: VLLMEngine, built: Policy, name: str):
     """χ² of the draws of each engine: one new token for each of as many rows with one prompt and seeds of their own."""
     prompt = next(iter(prompts_of(12).rows()))
@@ -174,12 +177,17 @@ def test_both_engines_draw_from_the_exact_distribution(shared_engine: VLLMEngine
         "top-k": SamplingParams(max_new_tokens=1, top_k=7, temperature=1.3),
         "top-k with ties": SamplingParams(max_new_tokens=1, top_k=4),
         "top-p at a border": SamplingParams(max_new_tokens=1, top_p=border_of(model, prompt)),
+        # Of the ten most probable tokens alone, those that make up 70 %.
+        "top-k, then top-p": SamplingParams(max_new_tokens=1, temperature=0.8, top_k=10, top_p=0.7),
     }[name]
     probabilities = exact(model, prompt, params)
     candidates = int((probabilities > 0).sum())
     assert {"plain": VOCABULARY, "temperature": VOCABULARY, "top-k": 7, "top-p at a border": 6}.get(
         name, candidates
     ) == candidates
+    if name == "top-k, then top-p":  # the other order would keep more
+        nucleus = exact(model, prompt, SamplingParams(temperature=0.8, top_p=0.7)) > 0
+        assert 1 < candidates < min(10, int(nucleus.sum()))
     seeds = np.random.default_rng(8).integers(2**64, size=DRAWS, dtype=np.uint64)
     for engine in (shared_engine, HFEngine(model.model)):
         counts = torch.zeros(VOCABULARY, dtype=torch.int64)
@@ -196,3 +204,19 @@ def test_both_engines_draw_from_the_exact_distribution(shared_engine: VLLMEngine
             cells.append((int(counts[rare].sum()), float(expected[rare].sum())))
         statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
         assert chi_square_tail(statistic, len(cells) - 1) > RARITY, (name, type(engine).__name__, statistic, len(cells))
+
+
+def test_a_nucleus_that_ends_among_ties_has_no_token_more_than_it_needs(shared_engine: VLLMEngine, built: Policy):
+    """Six tokens tie for the largest logit; three and a half of them would do, so any four of them are kept."""
+    prompt = next(iter(prompts_of(12).rows()))
+    model = with_ties(built)
+    send(shared_engine, model)
+    largest = row_logits(model, prompt)[-1].double().softmax(-1).sort(descending=True).values[:7]
+    assert largest[0] - largest[5] < 1e-6 < largest[5] - largest[6]
+    params = SamplingParams(max_new_tokens=1, top_p=3.5 * float(largest[0]))
+    seeds = np.random.default_rng(9).integers(2**64, size=400, dtype=np.uint64)
+    for engine in (shared_engine, HFEngine(model.model)):
+        made = engine.generate(Ragged.from_rows([prompt] * 400, torch.int64), params, seeds)
+        assert set(made.token_ids.values.tolist()) <= set(range(3, 9))
+        assert (made.logprobs.values + math.log(4)).abs().max() < TOLERANCE
+    send(shared_engine, built)

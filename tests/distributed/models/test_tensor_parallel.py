@@ -42,7 +42,7 @@ def family_model(family: str, name: str, **settings: Any) -> Any:
     for key, value in ({"initializer_range": 0.3} | settings).items():
         setattr(config, key, value)
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=name)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name).double()
     model.set_experts_implementation("eager")  # the other ones have no fp64
     with torch.no_grad():
         for weight in model.parameters():

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from rlpack.models.inputs import equal_rows
 from rlpack.models.policy import Policy
 from rlpack.rollout.canary import TOLERANCES, CanaryTolerance, calibrated, canary_tokens, check_canary
+from rlpack.rollout.decoders import cache_name
 from rlpack.rollout.errors import CanaryError
 from rlpack.rollout.hf import HFEngine
 from tests.vllm.engines import FAMILIES, VOCABULARY, causal_lm
@@ -128,7 +129,8 @@ def test_rounding_of_a_deep_new_model_is_far_below_the_least_bounds(rounds_at: s
         logits = model(input_ids=CANARY.repeat(8, 1), use_cache=False).logits[:1]
     else:
         cache = DynamicCache()
-        parts = [model(input_ids=token, past_key_values=cache, use_cache=True).logits for token in CANARY.split(1, 1)]
+        arguments = {cache_name(model): cache, "use_cache": True}
+        parts = [model(input_ids=token, **arguments).logits for token in CANARY.split(1, 1)]
         logits = torch.cat(parts, 1)
     found = logits[:, :-1].log_softmax(-1).gather(2, CANARY[:, 1:, None])[..., 0]
     scores = torch.nn.functional.pad(found, (1, 0))

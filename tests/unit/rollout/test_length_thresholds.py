@@ -1,5 +1,6 @@
 """Generation with models whose attention changes only from some length on."""
 
+import functools
 from types import MethodType
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from rlpack.batch.ragged import Ragged
 from rlpack.rollout import decoding
+from rlpack.rollout.decoders import cache_name
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
@@ -76,11 +78,12 @@ def test_keys_that_are_equally_good_too_often_are_refused():
 def with_unknown_threshold(length):
     """Return a decoder whose cache is wrong for rows over `length` tokens, by no setting of its config."""
     model = tiny_model("llama", implementation="sdpa", dtype=torch.float32).eval()
-    forward = model.forward
+    forward, name = model.forward, cache_name(model)
 
-    def wrong_beyond(self, *args, past_key_values=None, **kwargs):
-        output = forward(*args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None and past_key_values.get_seq_length() > length:
+    @functools.wraps(type(model).forward)
+    def wrong_beyond(self, *args, **kwargs):
+        output = forward(*args, **kwargs)
+        if kwargs.get(name) is not None and kwargs[name].get_seq_length() > length:
             output.logits = output.logits.roll(1, -1)
         return output
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import filtered_logprobs, sample, uniforms
@@ -42,6 +43,24 @@ def test_filters_keep_and_renormalize_the_tokens_that_a_loop_keeps(logits, top_k
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
     for i, probability in expected.items():
         assert probabilities[i].item() == pytest.approx(probability, rel=1e-3, abs=1e-6)
+
+
+@given(
+    logits=st.lists(st.integers(-2, 2).map(float), min_size=2, max_size=12),
+    top_k=st.integers(0, 14),
+    top_p=st.floats(0.05, 1),
+)
+@settings(max_examples=100, deadline=None)
+def test_filters_keep_as_many_tokens_of_each_logit_as_transformers_though_logits_tie(logits, top_k, top_p):
+    scores = torch.tensor([logits])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    masses = scores.softmax(-1).sort(descending=True).values.cumsum(-1)
+    if ((masses - top_p).abs() < 1e-5).any():  # a mass within rounding of top_p may go either way
+        return
+    expected = TopPLogitsWarper(top_p)(None, scores).log_softmax(-1) if top_p < 1 else scores.log_softmax(-1)
+    kept = filtered_logprobs(torch.tensor([logits]), SamplingParams(top_k=top_k, top_p=top_p))
+    torch.testing.assert_close(kept.sort().values, expected.sort().values)
 
 
 def test_worked_example_of_top_k_and_top_p():

@@ -18,6 +18,7 @@ from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.estimate_run import main, open_estimator
 from rlpack.recipes.dry_run.memory_report import memory_lines
 from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
+from rlpack.rollout.decoders import cache_name
 from tests.builders import MODEL, tiny_config
 
 # Two layers of 128, with the head size of 32 that vLLM's kernels for CPUs take.
@@ -102,7 +103,7 @@ def test_the_cache_of_transformers_has_the_size_of_the_models_cache(model_type: 
     rollout, tokens = Rollout(max_new_tokens=32), 64 + 32
     given = config({"main": Pool(ranks=1, gpus_per_rank=1.0)}, rollout=rollout)
     with torch.no_grad():
-        cache = model(torch.ones(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+        cache = model(torch.ones(1, tokens, dtype=torch.int64), use_cache=True)[cache_name(model)]
     stored = [each for layer in cache.layers for each in vars(layer).values() if torch.is_tensor(each)]
     expected = sum(each.nbytes for each in stored if each.ndim > 2)  # the others describe the layer
     assert engine_memory(given, model, 2, 80 * GB).cache == 3 * (2 * expected) // 2

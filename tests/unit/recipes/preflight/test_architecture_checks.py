@@ -16,7 +16,13 @@ from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from tests.builders import tiny_config
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GPTJ = {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+GPT_NEO = {
+    "model_type": "gpt_neo",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global"], 2]],
+}
 MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}
 BERT = {"model_type": "bert", "is_decoder": True, "intermediate_size": 48, **SIZES, "max_position_embeddings": 1024}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -71,7 +77,10 @@ def check(model, **sections):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (GPTJ, r"GPTJForCausalLM \(gptj\) can't be run packed as the actor: .* set batching\.mode=dynamic or fixed"),
+        (
+            GPT_NEO,
+            r"GPTNeoForCausalLM \(gpt_neo\) can't be run packed as the actor: .* set batching\.mode=dynamic or fixed",
+        ),
         (MAMBA, r"MambaForCausalLM \(mamba\) can't be run packed as the actor: it has recurrent layers"),
         (
             BERT,
@@ -85,7 +94,7 @@ def test_an_architecture_that_cannot_be_trained_packed_is_refused_by_name(model,
         check(model)
 
 
-@pytest.mark.parametrize("model", [GPTJ, MAMBA])
+@pytest.mark.parametrize("model", [GPT_NEO, MAMBA])
 def test_padded_rows_need_neither_our_attention_nor_borders(model):
     check(model, batching=Batching(mode="dynamic", max_tokens=256))
 
@@ -125,7 +134,7 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
         (MOE, 4, {"tp": 4}, r"6 experts; each has to be divisible by actor\.parallel\.tp \(4\); set .*\.tp=2"),
         ({"num_key_value_heads": 4}, 6, {"tp": 2}, r"rows of 32 elements, .* by the 3 ranks \(dp_shard · cp\)"),
         ({"num_key_value_heads": 4}, 8, {"tp": 2, "cp": 4}, r"2 attention heads on each of the 2 ranks of .*cp=2"),
-        (GPTJ, 2, {"tp": 2}, r"can't be run packed .* set actor\.parallel\.tp=1"),
+        (GPT_NEO, 2, {"tp": 2}, r"can't be run packed .* set actor\.parallel\.tp=1"),
         (
             {"num_hidden_layers": 3},
             8,
@@ -140,7 +149,7 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
             r"5 layers, fewer than the 6 stages of .*\.pp \(2\) × actor\.parallel\.vpp \(3\); set .*\.vpp=2",
         ),
         ({"num_hidden_layers": 3}, 8, {"pp": 4, "vpp": 2}, r"fewer than the 8 stages of .*; set .*vpp=1 .*pp=2"),
-        (GPTJ, 2, {"pp": 2}, r"can't be run packed"),
+        (GPT_NEO, 2, {"pp": 2}, r"can't be run packed"),
         ({"model_type": "granite"}, 2, {"pp": 2}, r"layer 0 doesn't get what the embedding returns; set .*pp=1"),
         ({"model_type": "olmo2"}, 2, {"tp": 2}, r"supports the model types deepseek_v3, .*; set .*\.tp=1"),
         (MOE, 4, {"ep": 4}, r"\(mixtral\) has 6 experts, which is not divisible by actor.*\.ep \(4\); set .*\.ep=2"),
@@ -226,11 +235,11 @@ def test_experts_that_ranks_can_divide_pass():
 
 def test_padded_rows_that_ranks_share_need_our_attention():
     config = tiny_config(
-        model=Model(config=GPTJ),
+        model=Model(config=GPT_NEO),
         batching=Batching(mode="dynamic", max_tokens=256),
         actor=Actor(parallel=Parallel(cp=2)),
     )
-    with pytest.raises(ModelError, match=r"\(gptj\) can't be run packed as the actor: .* set actor\.parallel\.cp=1"):
+    with pytest.raises(ModelError, match=r"\(gpt_neo\) can't be run packed as the actor: .* set actor\.parallel\.cp=1"):
         check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
 
 
