@@ -8,7 +8,7 @@ VOCABULARY = 61
 
 # Values under all the names that configs have for a size. Unknown names of a config keep their defaults.
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "dim", "model_dim", "embedding_size", "word_embed_proj_dim", "dim_model",
          "encoder_hidden_size", "cross_attention_hidden_size", "embedding_dim"), 32),
@@ -97,6 +97,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "0": {"num_attention_heads": 2, "num_key_value_heads": 2}}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA3N,
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1,
+             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "git": {"vision_config": _VISION},
@@ -104,6 +106,9 @@ _OWN: dict[str, dict[str, Any]] = {
                 "attention_layers": ["global", "local"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling2_loop_text": {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+                           "n_layers_per_attn_res_block": 1,
+                           "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
               "use_mamba_kernels": False},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
