@@ -96,9 +96,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 12, "per_layer_config": {
         "0": {"num_attention_heads": 2, "num_key_value_heads": 2}}},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "gemma3n_text": _GEMMA3N,
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1,
              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "git": {"vision_config": _VISION},

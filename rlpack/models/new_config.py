@@ -10,6 +10,9 @@ from rlpack.config.schema import Model
 from rlpack.models.errors import ModelError, unknown_setting_error, unknown_type_error
 from rlpack.models.head_dim import HEAD_DIM, reads_head_dim
 
+# In some models, the number of outputs. The default is that of a published model.
+_OUTPUTS = "unpadded_vocab_size"
+
 
 def new_config(model: Model, **ids: int | None) -> PreTrainedConfig:
     """Build the config of a new model; transformers itself would ignore a misspelt key.
@@ -35,6 +38,8 @@ def new_config(model: Model, **ids: int | None) -> PreTrainedConfig:
     for key in settings:
         if key not in known:
             raise unknown_setting_error(kind, key, known)
+    if _OUTPUTS in known and "vocab_size" in known_ids:
+        settings.setdefault(_OUTPUTS, known_ids["vocab_size"])
     try:
         return AutoConfig.for_model(kind, **settings | known_ids)
     except (TypeError, ValueError, StrictDataclassError) as error:

@@ -170,7 +170,7 @@ class EqualLengthDecoder:
             self._model, position_ids=positions.expand(len(tokens), -1), logits_to_keep=1, cache_position=positions
         )
         output = self._model(input_ids=tokens, use_cache=True, **{self._cache_name: self._cache}, **extra)
-        # A model's code may use an older name than transformers' class of outputs.
+        # Remote code may still take `past_key_values`, which transformers' classes of outputs rename to `cache`.
         self._cache = next((value for name, value in output.items() if name in _CACHE_NAMES), None)
         if self._cache is None:
             raise EngineError("the model returns no cache")
@@ -178,15 +178,8 @@ class EqualLengthDecoder:
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Return the name of the argument by which a model takes its cache.
-
-    Raises:
-        EngineError: it takes none.
-    """
-    names = forward_arguments(model, **dict.fromkeys(_CACHE_NAMES))
-    if not names:
-        raise EngineError("the model takes no cache")
-    return next(iter(names))
+    """Return the name of the argument by which a model takes its cache; the most common one if it names none."""
+    return next(iter(forward_arguments(model, **dict.fromkeys(_CACHE_NAMES))), "past_key_values")
 
 
 class RecomputingDecoder:

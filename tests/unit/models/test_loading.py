@@ -10,6 +10,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,6 +31,7 @@ from rlpack.models.loading import (
     load_tokenizer,
     with_attention,
 )
+from rlpack.models.new_config import new_config
 from rlpack.models.open_model import open_causal_lm, open_classifier
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.worker import RankContext
@@ -149,6 +151,13 @@ def _dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
 def test_an_invalid_config_is_named(settings: dict, message: str):
     with pytest.raises(ModelError, match=message):
         build_causal_lm(Model(config=settings))
+
+
+@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="needs a newer transformers")
+def test_a_new_model_has_as_many_outputs_as_tokens_unless_its_config_says_otherwise():
+    config = {"model_type": "inkling2_text"}
+    assert new_config(Model(config=config), vocab_size=53).unpadded_vocab_size == 53
+    assert new_config(Model(config=config | {"unpadded_vocab_size": 50}), vocab_size=53).unpadded_vocab_size == 50
 
 
 def test_a_tokenizer_larger_than_the_model_is_an_error(tmp_path: Path):
