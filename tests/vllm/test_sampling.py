@@ -139,8 +139,8 @@ def with_ties(built: Policy) -> Policy:
     """Return a policy whose logits have ties: tokens 3 to 8 have the same output weights, and the largest logits."""
     made = policy("qwen2", tied=False, seed=5)
     prompt = next(iter(prompts_of(12).rows()))
-    likeliest = int(row_logits(made, prompt)[-1].argmax())
-    made.model.lm_head.weight[3:9] = 1.1 * made.model.lm_head.weight[likeliest]
+    largest = int(row_logits(made, prompt)[-1].argmax())
+    made.model.lm_head.weight[3:9] = 1.1 * made.model.lm_head.weight[largest]
     return made
 
 
