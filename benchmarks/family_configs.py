@@ -89,6 +89,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
              "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1,
+             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
               "layer_types": ["full_attention", "sliding_attention"]},
     "cohere_compass_text": {"rope_parameters": {
@@ -96,8 +98,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 12, "per_layer_config": {
         "0": {"num_attention_heads": 2, "num_key_value_heads": 2}}},
     "falcon_h1": {"mamba_d_ssm": 64},
-    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1,
-             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,

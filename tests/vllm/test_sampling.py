@@ -135,7 +135,7 @@ def test_the_longest_row_fits_and_one_token_more_is_refused(shared_engine: VLLME
 
 
 @torch.no_grad()
-def with_ties(built: Policy) -> Policy:
+def with_ties() -> Policy:
     """Return a policy whose logits have ties: tokens 3 to 8 have the same output weights, and the largest logits."""
     made = policy("qwen2", tied=False, seed=5)
     prompt = next(iter(prompts_of(12).rows()))
@@ -168,7 +168,7 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 def test_both_engines_draw_from_the_exact_distribution(shared_engine: VLLMEngine, built: Policy, name: str):
     """χ² of the draws of each engine: one new token for each of as many rows with one prompt and seeds of their own."""
     prompt = next(iter(prompts_of(12).rows()))
-    model = with_ties(built) if name == "top-k with ties" else built
+    model = with_ties() if name == "top-k with ties" else built
     send(shared_engine, model)
     params = {
         "plain": SamplingParams(max_new_tokens=1),
@@ -212,7 +212,7 @@ def test_both_engines_draw_from_the_exact_distribution(shared_engine: VLLMEngine
 def test_a_nucleus_that_ends_among_ties_has_no_token_more_than_it_needs(shared_engine: VLLMEngine, built: Policy):
     """Six tokens tie for the largest logit; three and a half of them would do, so any four of them are kept."""
     prompt = next(iter(prompts_of(12).rows()))
-    model = with_ties(built)
+    model = with_ties()
     send(shared_engine, model)
     largest = row_logits(model, prompt)[-1].double().softmax(-1).sort(descending=True).values[:7]
     assert largest[0] - largest[5] < 1e-6 < largest[5] - largest[6]

@@ -19,7 +19,7 @@ FAMILIES = {
     "gpt_oss": ("attention sinks", "refused", "right"),
     "gpt2": ("learned positions", "right", "right"),
     "bloom": ("a mask that carries the positions", "refused", "right"),
-    "gpt_neo": ("attention of its own", "refused", "right"),
+    "gpt_neo": ("attention without transformers' interface", "refused", "right"),
     "llama4_text": ("chunked attention", "refused", "right"),
     "modernbert-decoder": ("an output layer with a transform", "refused", "refused"),
     "exaone4": ("windows on some layers", "right", "right"),
