@@ -3,6 +3,7 @@
 The model is divided by the functions that ranks call (`rlpack.workers.build`), so every layout counts as it runs.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import gpus_per_rank, optimizers, pool_of, role_compute, role_parallel
 from rlpack.config.schema import Config, Model
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.data.tokenization import pad_id
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
@@ -26,15 +28,17 @@ from rlpack.models.loading import build_meta_classifier, build_meta_model, check
 from rlpack.models.memory_simulation import (
     ModelMemory,
     SimulatedMicrobatch,
+    SimulatedPass,
     simulate_forward,
     simulate_update,
     with_forward,
 )
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
-from rlpack.models.pipeline_parallel import stage_layers
+from rlpack.models.pipeline_parallel import meta_copy, stage_layers
 from rlpack.models.policy import Policy
-from rlpack.models.stage_wiring import LAYERS
+from rlpack.models.repeated_layers import find_repetition, own_layers
+from rlpack.models.stage_wiring import LAYERS, wiring_problem
 from rlpack.workers.build import divide_weights, set_trained_weights, share_rows
 
 # Built-in roles that run a model which ranks share.
@@ -77,30 +81,72 @@ def role_memory(
     layout, settings = role_layout(config, role), role_compute(config, role)
     device = "cuda" if gpus_per_rank(config, role) else "cpu"
 
-    def build(rank: int) -> PackedModel:
+    whole = _without_values(meta_model(config, role, tokenizer))
+    whole.checkpoint_activations(settings.gradient_checkpointing, role)
+
+    def build(rank: int, left_out: Sequence[nn.Module]) -> PackedModel:
         context = RankContext(pool_of(config, role), rank, layout, "cpu")
-        model = _without_values(meta_model(config, role, tokenizer))
-        model.checkpoint_activations(settings.gradient_checkpointing, role)
+        model = meta_copy(whole, left_out)
         with kernels_of(device):
             divide_weights(model, config, role, context, settings.precision)
         share_rows(model, config, role, context)
         return model
 
-    def simulate(rank: int) -> ModelMemory:
-        if not is_trained(config, role):
-            return simulate_forward(build(rank), microbatch, device=device)
+    def update(model: PackedModel) -> SimulatedPass:
         # Losses of the policy read entropies, if only for a metric.
         of_update: dict[str, Any] = {"several": several, "entropy": role == "actor", "device": device}
-        update = simulate_update(build(rank), microbatch, optimizers(config)[f"{role}.optimizer"], **of_update)
+        return simulate_update(model, microbatch, optimizers(config)[f"{role}.optimizer"], **of_update)
+
+    def simulate(rank: int, run: Callable[[PackedModel], SimulatedPass], optimizer: Optimizer | None) -> ModelMemory:
+        return _of_all_layers(partial(build, rank), run, _layers_of(whole, config, role, rank)).memory(
+            optimizer, settings.offload
+        )
+
+    def of_rank(rank: int) -> ModelMemory:
+        if not is_trained(config, role):
+            return simulate(rank, partial(simulate_forward, microbatch=microbatch, device=device), None)
+        trained = simulate(rank, update, optimizers(config)[f"{role}.optimizer"])
         if forward is None:
-            return update
-        return with_forward(update, simulate_forward(build(rank), forward, entropy=role == "actor", device=device))
+            return trained
+        options: dict[str, Any] = {"microbatch": forward, "entropy": role == "actor", "device": device}
+        return with_forward(trained, simulate(rank, partial(simulate_forward, **options), None))
 
     stages_to_try = _stages_to_try(config, role, tokenizer, layout.pp)
     ranks = [stage * layout.world_size // layout.pp for stage in stages_to_try]
-    stages = [call_on_fake_rank(rank, layout.world_size, partial(simulate, rank)) for rank in ranks]
+    stages = [call_on_fake_rank(rank, layout.world_size, partial(of_rank, rank)) for rank in ranks]
     largest = max(stages, key=lambda memory: memory.peak)
     return replace(largest, transient=max(memory.transient for memory in stages))
+
+
+def _layers_of(whole: PackedModel, config: Config, role: str, rank: int) -> Sequence[nn.Module]:
+    """Return the layers of a rank if they run one after the other, and nothing else reads or shares what they hold."""
+    layout, parallel = role_layout(config, role), role_parallel(config, role)
+    if parallel.vpp > 1 or wiring_problem(whole.model) is not None:
+        return []
+    layers = own_layers(whole)
+    run = stage_layers(len(layers), layout.pp)[rank * layout.pp // layout.world_size]
+    return layers[run.start : run.stop]
+
+
+def _of_all_layers(
+    build: Callable[[Sequence[nn.Module]], PackedModel],
+    run: Callable[[PackedModel], SimulatedPass],
+    layers: Sequence[nn.Module],
+) -> SimulatedPass:
+    """Return a rank's pass through its layers, simulated with fewer of them where they repeat.
+
+    Args:
+        build: returns the rank's model without some layers.
+        run: simulates the pass.
+        layers: the rank's layers; none if all must be simulated.
+    """
+    repetition = find_repetition(layers)
+    if repetition is not None:
+        short, longer = (run(build(repetition.left_out(layers, kept))) for kept in range(2))
+        whole = short.with_layers(longer, repetition)
+        if whole is not None:
+            return whole
+    return run(build(()))
 
 
 def _stages_to_try(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, num_stages: int) -> list[int]:

@@ -6,8 +6,9 @@ seconds. Storages are counted, not tensors: a view costs nothing, and a storage 
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,37 @@ from torch.utils._pytree import tree_leaves
 Use = Literal["weights", "optimizer", "activations", "output_layer", "gathered", "gradients", "backward"]
 
 
+@dataclass
+class Peak:
+    """The most live bytes at one time.
+
+    Attributes:
+        at_peak: live bytes by use when their sum was largest.
+        most: maximum live bytes of each use, possibly at different times.
+        transient: the most live bytes apart from weights and this rank's sums of gradients, which `offload=parameters`
+            keeps in host memory.
+    """
+
+    at_peak: Counter[Use] = field(default_factory=Counter)
+    most: Counter[Use] = field(default_factory=Counter)
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the most live bytes of all uses."""
+        return self.at_peak.total()
+
+
+def highest(peaks: Mapping[Hashable, Peak]) -> Peak:
+    """Return the peak over several phases."""
+    most: Counter[Use] = Counter()
+    for peak in peaks.values():
+        most |= peak.most
+    return Peak(
+        max(peaks.values(), key=lambda peak: peak.total).at_peak, most, max(peak.transient for peak in peaks.values())
+    )
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations return, from their first operation until they are freed.
 
@@ -30,19 +62,16 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         use: use of the storages that are created next.
         now: live bytes by use.
-        at_peak: the same when their sum was largest.
-        most: maximum live bytes of each use, possibly at different times.
-        transient_peak: the most live bytes at one time apart from weights and this rank's sums of gradients, which
-            `offload=parameters` keeps in host memory.
+        phases: the peak of each phase (`begin`), in their order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.use: Use = "weights"
         self.now: Counter[Use] = Counter()
-        self.at_peak: Counter[Use] = Counter()
-        self.most: Counter[Use] = Counter()
-        self._total = self._peak = self.transient_peak = 0
+        self._phase = Peak()
+        self.phases: dict[Hashable, Peak] = {"start": self._phase}
+        self._total = self._peak = 0
         self._sums: dict[int, int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Use]] = {}
 
@@ -78,10 +107,21 @@ class LiveBytes(TorchDispatchMode):
         if _is_sum_of_gradients(func, args):
             self._sums[id(args[0].untyped_storage())] = args[0].untyped_storage().nbytes()
         if self._total > self._peak:
-            self._peak, self.at_peak = self._total, self.now.copy()
+            self._peak, self._phase.at_peak = self._total, self.now.copy()
         transient = self._total - self.now["weights"] - sum(self._sums.values())
-        self.transient_peak = max(self.transient_peak, transient)
+        self._phase.transient = max(self._phase.transient, transient)
         return outputs
+
+    @property
+    def peak(self) -> Peak:
+        """Return the peak over all phases."""
+        return highest(self.phases)
+
+    def begin(self, phase: Hashable) -> None:
+        """Count a new phase from here on; one of the same name is continued."""
+        self._phase = self.phases.setdefault(phase, Peak())
+        self._peak = self._phase.total
+        self._phase.most |= self.now
 
     @contextmanager
     def using(self, use: Use) -> Iterator[None]:
@@ -115,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
         use = use or self.use
         self._live[key] = weakref.ref(storage, lambda _: self._remove(key)), size, use
         self.now[use] += size
-        self.most[use] = max(self.most[use], self.now[use])
+        self._phase.most[use] = max(self._phase.most[use], self.now[use])
         self._total += size
 
     def _remove(self, key: int) -> None:

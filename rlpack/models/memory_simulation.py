@@ -16,14 +16,17 @@ Letters: T slots of a microbatch, d hidden size.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 from rlpack.config.sections.compute import Offload
 from rlpack.config.sections.optimization import Optimizer
@@ -31,13 +34,14 @@ from rlpack.models.attention import SegmentKeys, Segments
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.kernel_device import kernels_of
-from rlpack.models.live_bytes import LiveBytes, Use
+from rlpack.models.live_bytes import LiveBytes, Peak, Use, highest
 from rlpack.models.offloaded_adamw import BUCKET_BYTES
 from rlpack.models.packed import PackedModel
-from rlpack.models.parallel import reshard, set_gradient_sync
+from rlpack.models.parallel import SMALL_BYTES, reshard, set_gradient_sync, weight_bytes
 from rlpack.models.parts import allocate, local_part
 from rlpack.models.pipeline_schedule import pipeline_turns
 from rlpack.models.policy import Policy
+from rlpack.models.repeated_layers import Repetition, extrapolate, own_layers
 from rlpack.models.stage_link import StageLink
 
 # The size of a rank's part of a weight from which torchao keeps moments in 8 bits, and of its blocks, each with one
@@ -115,6 +119,67 @@ class ModelMemory:
         return max(sum(self.at_peak.values()), self.step, self.kept)
 
 
+@dataclass(frozen=True)
+class SimulatedPass:
+    """What a simulated pass held. All but `largest` grow linearly with the number of equal layers.
+
+    Attributes:
+        weights: bytes of this rank's part, and buffers.
+        optimizer: bytes of the state of the optimizer.
+        gradients: bytes of this rank's part after the pass.
+        trained: bytes of this rank's trained weights.
+        largest: bytes of the largest of them.
+        all_weights: bytes of the model's weights on all ranks that share them by FSDP.
+        phases: the peak of each phase; those of layers are named (turn, direction, index of the layer).
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    trained: int
+    largest: int
+    all_weights: int
+    phases: Mapping[Hashable, Peak]
+
+    @classmethod
+    def of(
+        cls, model: PackedModel, live: LiveBytes, trained: Sequence[Tensor], optimizer: int, gradients: int
+    ) -> "SimulatedPass":
+        """Return what was counted in the pass of a model."""
+        sizes = [4 * part.numel() for part in trained]
+        largest, kept = max(sizes, default=0), live.now["weights"]
+        return cls(kept, optimizer, gradients, sum(sizes), largest, weight_bytes(model), live.phases)
+
+    def with_layers(self, longer: "SimulatedPass", repetition: Repetition) -> "SimulatedPass | None":
+        """Return the pass of the model with all layers; None if shorter models don't tell what it holds.
+
+        Args:
+            longer: the pass of the model with one repetition more than this one's.
+            repetition: what is left out here.
+        """
+
+        def grown(one: int, other: int) -> int:
+            return one + repetition.times * (other - one)
+
+        phases = extrapolate(self.phases, longer.phases, repetition)
+        all_weights = grown(self.all_weights, longer.all_weights)
+        # A small model is sharded as a whole, not layer by layer.
+        if phases is None or (all_weights <= SMALL_BYTES) != (self.all_weights <= SMALL_BYTES):
+            return None
+        names = ("weights", "optimizer", "gradients", "trained")
+        sums = {name: grown(vars(self)[name], vars(longer)[name]) for name in names}
+        return SimulatedPass(**sums, largest=longer.largest, all_weights=all_weights, phases=phases)
+
+    def memory(self, settings: Optimizer | None, offload: Offload) -> ModelMemory:
+        """Return the memory of the role; `settings` are None for one that isn't trained."""
+        peak, kept = highest(self.phases), self.weights + self.gradients + self.optimizer
+        at_peak: dict[Use, int] = {**peak.at_peak, **({} if settings is None else {"optimizer": self.optimizer})}
+        step = 0 if settings is None else kept + step_bytes(self.trained, self.largest, settings, offload)
+        return ModelMemory(
+            self.weights, self.optimizer, self.gradients, at_peak, dict(peak.most), step, transient=peak.transient
+        )
+
+
 def simulate_update(
     model: PackedModel,
     microbatch: SimulatedMicrobatch,
@@ -123,8 +188,8 @@ def simulate_update(
     several: bool,
     entropy: bool,
     device: str,
-) -> ModelMemory:
-    """Return the memory of an optimizer step.
+) -> SimulatedPass:
+    """Simulate an optimizer step, and return what it holds.
 
     Args:
         model: on the meta device, split over the ranks of a process group (`call_on_fake_rank`), and not used
@@ -136,7 +201,6 @@ def simulate_update(
         device: `cpu` or `cuda`, whose kernels are simulated.
     """
     trained = [local_part(weight) for weight in model.parameters() if weight.requires_grad]
-    state = sum(optimizer_bytes(part, settings) for part in trained)
     with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         _allocate(model, live)
         model.train()
@@ -144,10 +208,11 @@ def simulate_update(
         losses = defaultdict[int, deque[Tensor]](deque)
         for number, (direction, _, virtual) in enumerate(turns, 1):
             if direction == "forward":
-                with live.using("activations"), model.virtual_stage(virtual):
+                with live.using("activations"), model.virtual_stage(virtual), _layers_as_phases(model, live, number):
                     losses[virtual].append(_forward(model, microbatch, live, entropy=entropy))
             else:
                 set_gradient_sync(model, last=number == len(turns))
+                live.begin((number, "backward"))
                 with live.using("output_layer"):
                     losses[virtual].popleft().backward()
                 live.end_backward()
@@ -158,11 +223,8 @@ def simulate_update(
         for weight in model.parameters():
             if weight.grad is not None:  # that of the output layer is complete before the layers' backward pass
                 live.count(local_part(weight.grad), "gradients")
-        weights, gradients = live.now["weights"], live.now["gradients"]
-        at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
-        most = dict(live.most)
-    step = weights + gradients + state + step_bytes(trained, settings, model.offload)
-    return ModelMemory(weights, state, gradients, at_peak, most, step, live.transient_peak)
+        state = sum(optimizer_bytes(part, settings) for part in trained)
+        return SimulatedPass.of(model, live, trained, state, live.now["gradients"])
 
 
 def _num_microbatches(stage: StageLink | None, several: bool) -> int:
@@ -177,16 +239,15 @@ def _num_microbatches(stage: StageLink | None, several: bool) -> int:
 
 def simulate_forward(
     model: PackedModel, microbatch: SimulatedMicrobatch, *, entropy: bool = False, device: str
-) -> ModelMemory:
-    """Return the memory of a forward pass without gradients; arguments are those of `simulate_update`."""
+) -> SimulatedPass:
+    """Simulate a forward pass without gradients; arguments are those of `simulate_update`."""
     with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.no_grad():
         _allocate(model, live)
         model.eval()
-        _forward(model, microbatch, live, entropy=entropy)
+        with _layers_as_phases(model, live, 1):
+            _forward(model, microbatch, live, entropy=entropy)
         reshard(model)
-        return ModelMemory(
-            live.now["weights"], 0, 0, dict(live.at_peak), dict(live.most), step=0, transient=live.transient_peak
-        )
+        return SimulatedPass.of(model, live, [], 0, 0)
 
 
 def with_forward(update: ModelMemory, forward: ModelMemory) -> ModelMemory:
@@ -209,20 +270,24 @@ def optimizer_bytes(part: Tensor, settings: Optimizer) -> int:
     return 8 * size
 
 
-def step_bytes(parts: list[Tensor], settings: Optimizer, offload: Offload) -> int:
+def step_bytes(trained: int, largest: int, settings: Optimizer, offload: Offload) -> int:
     """Return the bytes of the temporary tensors of an optimizer step, in fp32.
 
     AdamW on many weights at once holds the square roots of all second moments. With moments in host memory, it runs
     bucket by bucket, and holds a bucket's moments and the roots of its second moments. With 8-bit moments, it holds
     about four tensors of the size of the largest weight. The fused step on CPUs holds none.
+
+    Args:
+        trained: bytes of this rank's trained weights.
+        largest: bytes of the largest of them.
+        settings: settings of the optimizer.
+        offload: what is kept in host memory.
     """
-    sizes = [4 * part.numel() for part in parts]
-    largest = max(sizes, default=0)
     if settings.name == "adamw_8bit":
         return 4 * largest
     if offload == "parameters":
         return 0
-    return min(sum(sizes), max(BUCKET_BYTES // 2, largest)) * 3 if offload == "optimizer" else sum(sizes)
+    return min(trained, max(BUCKET_BYTES // 2, largest)) * 3 if offload == "optimizer" else trained
 
 
 def _allocate(model: PackedModel, live: LiveBytes) -> None:
@@ -254,6 +319,31 @@ def _forward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveByte
 def _start_backward(live: LiveBytes) -> None:
     """Note that the backward pass of the output layer has ended, and that of the layers begins."""
     live.use = "backward"
+
+
+@contextmanager
+def _layers_as_phases(model: PackedModel, live: LiveBytes, turn: int) -> Iterator[None]:
+    """Count what each layer does in a forward pass that begins inside the context, and in its backward pass, as phases.
+
+    A phase lasts until the next one, so that of the last layer has what follows it, too.
+    """
+
+    def before(index: int, *_: Any) -> None:
+        live.begin((turn, "forward", index))
+
+    def after(index: int, _: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: live.begin((turn, "backward", index)))
+
+    handles: list[RemovableHandle] = []
+    for index, layer in enumerate(own_layers(model)):
+        handles.append(layer.register_forward_pre_hook(partial(before, index)))
+        handles.append(layer.register_forward_hook(partial(after, index)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _outputs(model: PackedModel, hidden: Tensor, *, entropy: bool) -> Tensor:

@@ -38,6 +38,8 @@ _PRECISION = {
     # No output dtype: an fp32 output would meet the next layer's bf16 weights.
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
+# The largest size of a small model's weights.
+SMALL_BYTES = 128 * 2**20
 
 
 def shard_model(
@@ -48,7 +50,7 @@ def shard_model(
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
     offload: Offload = "none",
-    small_bytes: int = 128 * 2**20,
+    small_bytes: int = SMALL_BYTES,
 ) -> None:
     """Shard a model over a mesh in place: decoder layers, embedding and output layer as units, the rest with the root.
 
@@ -73,8 +75,8 @@ def shard_model(
     if precision not in _PRECISION:
         raise ModelError(f"precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
     rules = _PRECISION[precision]
-    is_small = sum(weight.numel() * weight.element_size() for weight in policy.parameters()) <= small_bytes
-    policy.reshard_after_forward = reshard_after_forward and not is_small
+    one_unit = weight_bytes(policy) <= small_bytes
+    policy.reshard_after_forward = reshard_after_forward and not one_unit
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
     policy.offload = offload
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload == "parameters" else OffloadPolicy()
@@ -86,7 +88,7 @@ def shard_model(
         # Only this unit has other ranks. Its inputs keep their dtypes: some routers give fp32 weights.
         own = options | {"mesh": expert_mesh, "mp_policy": replace(rules, cast_forward_inputs=False)}
         fully_shard(experts, reshard_after_forward=policy.reshard_after_forward, **own)
-    if not is_small:
+    if not one_unit:
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
         shard_outer_modules(policy, reshard_after_forward=reshard_after_forward, **options)
@@ -99,6 +101,11 @@ def shard_model(
             _save_host_memory(module)
     for name in ("run", "probe", "probe_wrapped_model"):
         register_fsdp_forward_method(policy, name)
+
+
+def weight_bytes(policy: PackedModel) -> int:
+    """Return the bytes of a model's weights, of all ranks that share them by FSDP2."""
+    return sum(weight.numel() * weight.element_size() for weight in policy.parameters())
 
 
 def _save_host_memory(module: FSDPModule) -> None:

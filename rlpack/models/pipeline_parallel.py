@@ -94,7 +94,7 @@ def cut_model(model: M, link: StageLink, whole: M) -> None:
 
 def _only(layers: Sequence[nn.Module], indices: Sequence[int]) -> nn.ModuleList:
     """Return the layers at these indices, and placeholders at the others."""
-    return nn.ModuleList(layer if index in indices else _PassOn() for index, layer in enumerate(layers))
+    return nn.ModuleList(layer if index in indices else PassOn() for index, layer in enumerate(layers))
 
 
 def _stages_of(whole: PackedModel, link: StageLink) -> dict[str, list[int]]:
@@ -138,19 +138,25 @@ def _tied_weights(model: PackedModel) -> list[nn.Parameter]:
     ]
 
 
-def meta_copy(model: M) -> M:
-    """Return a copy of a model without values, on the meta device; before ranks share its weights."""
-    memo: dict[int, Any] = {}
+def meta_copy(model: M, without: Sequence[nn.Module] = ()) -> M:
+    """Return a copy of a model without values, on the meta device; before ranks share its weights.
+
+    Args:
+        model: on any device.
+        without: decoder layers that are left out; the copy has placeholders that pass hidden states on.
+    """
+    memo: dict[int, Any] = {id(layer): PassOn() for layer in without}
     for weight in model.parameters():
         memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
 
-class _PassOn(nn.Module):
-    """A decoder layer of another stage."""
+class PassOn(nn.Module):
+    """A placeholder for a decoder layer that this rank doesn't have."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Return the hidden states as they are."""
         return hidden_states
 
 

@@ -83,7 +83,8 @@ def update(
         policy = Policy(meta_lm(num_hidden_layers=layers))
         policy.checkpoint_activations(kind)  # pyright: ignore[reportArgumentType]
         model = divide(policy, layout, **options)
-        return simulate_update(model, row, SETTINGS, several=several, entropy=True, device="cpu")
+        simulated = simulate_update(model, row, SETTINGS, several=several, entropy=True, device="cpu")
+        return simulated.memory(SETTINGS, model.offload)
 
     return call_on_fake_rank(0, layout.world_size, simulate)
 
@@ -165,7 +166,8 @@ def test_families_run(kind: str, layout: ParallelLayout):
         policy.checkpoint_activations("selective")
         weights = sum(local_part(weight).nbytes for weight in policy.parameters())
         model = divide(policy, layout)
-        return weights, simulate_update(model, ROW, SETTINGS, several=False, entropy=True, device="cpu")
+        simulated = simulate_update(model, ROW, SETTINGS, several=False, entropy=True, device="cpu")
+        return weights, simulated.memory(SETTINGS, model.offload)
 
     weights, memory = call_on_fake_rank(0, layout.world_size, simulate)
     assert weights / layout.tp <= memory.weights <= 1.1 * weights / layout.tp + 4 * NORMS
@@ -176,7 +178,7 @@ def test_a_value_model_has_no_logits_and_a_frozen_one_no_gradients():
     def simulate() -> ModelMemory:
         critic = ScalarHeadModel(language_model(meta_lm()))
         critic.head.to("meta")
-        return simulate_forward(divide(critic, ParallelLayout(dp_shard=2)), ROW, device="cpu")
+        return simulate_forward(divide(critic, ParallelLayout(dp_shard=2)), ROW, device="cpu").memory(None, "none")
 
     memory = call_on_fake_rank(0, 2, simulate)
     assert (memory.gradients, memory.optimizer, memory.step) == (0, 0, 0)
@@ -214,10 +216,10 @@ def test_optimizer_state_has_the_size_of_the_optimizers(name: str, request: pyte
 
 
 def test_an_offloaded_step_has_one_bucket_on_the_device_and_one_on_the_host_nothing():
-    parts = [torch.empty(2**20, device="meta")] * 400  # 1.6 GiB of weights
-    assert step_bytes(parts, SETTINGS, "none") == 400 * 2**22
-    assert step_bytes(parts, SETTINGS, "optimizer") == 3 * 2**27
-    assert step_bytes(parts, SETTINGS, "parameters") == 0
+    sizes = 400 * 2**22, 2**22  # 1.6 GiB of weights
+    assert step_bytes(*sizes, SETTINGS, "none") == 400 * 2**22
+    assert step_bytes(*sizes, SETTINGS, "optimizer") == 3 * 2**27
+    assert step_bytes(*sizes, SETTINGS, "parameters") == 0
 
 
 def test_live_bytes_follow_storages():
@@ -229,8 +231,8 @@ def test_live_bytes_follow_storages():
         with live.using("activations"):
             other = view.clone()
         del view
-        assert (live.now["weights"], live.now["activations"], live.most["weights"]) == (0, 40, 4000)
-        assert sum(live.at_peak.values()) == 4040
+        assert (live.now["weights"], live.now["activations"], live.peak.most["weights"]) == (0, 40, 4000)
+        assert live.peak.total == 4040
         other.untyped_storage().resize_(80)
         assert live.now["gathered"] == 80
 
@@ -249,8 +251,8 @@ def test_weights_and_sums_of_gradients_are_not_transient():
         with live.using("output_layer"):
             leaf.sum().backward()
     few = 100  # the leaf, its gradient and their like
-    assert 4 * 500 <= live.transient_peak < 4 * 500 + few
-    assert 4 * (1000 + 500 + 300) <= sum(live.at_peak.values()) < 4 * (1000 + 500 + 300) + few
+    assert 4 * 500 <= live.peak.transient < 4 * 500 + few
+    assert 4 * (1000 + 500 + 300) <= live.peak.total < 4 * (1000 + 500 + 300) + few
     assert [len(weight), len(kept)] == [1000, 2]
 
 
