@@ -1,6 +1,7 @@
 """Every policy loss under every aggregation gives one update, however its batch is cut and on any number of ranks.
 
-The truth is `tests.distributed.definition`: one row at a time, each loss from its paper's formula.
+The truth is `tests.distributed.definition`: one row at a time, each loss from its paper's formula. In `make test`, each
+loss meets every aggregation and every batching mode, and so does each aggregation; `make test-long` runs the product.
 """
 
 import itertools
@@ -49,15 +50,27 @@ def algorithm_of(loss: str, aggregation: str) -> Algorithm:
     return tiny_algorithm(loss=loss, aggregation=aggregation, **SETTINGS[loss])
 
 
+def modes_of(loss: str, aggregation: str, *, every: bool) -> list[str]:
+    """Return the batching modes in which a loss runs under an aggregation: all, or one of them in turn."""
+    modes, turn = list(BATCHINGS), list(SETTINGS).index(loss) + AGGREGATIONS.index(aggregation)
+    return modes if every else [modes[turn % len(modes)]]
+
+
 Found = dict[tuple[str, str, str, int, int], tuple[dict[str, float], dict[str, torch.Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Take all updates; those of one loss and one number of ranks share their processes."""
+def updated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Take all updates; those of one number of ranks share their processes, if there are not too many."""
     found: Found = {}
-    for size, loss in itertools.product(MICROBATCHES, SETTINGS):
-        keys = list(itertools.product([loss], AGGREGATIONS, BATCHINGS, MICROBATCHES[size]))
+    every = request.config.getoption("--long")
+    for size, losses in itertools.product(MICROBATCHES, [[loss] for loss in SETTINGS] if every else [list(SETTINGS)]):
+        keys = [
+            (loss, aggregation, mode, microbatches)
+            for loss, aggregation in itertools.product(losses, AGGREGATIONS)
+            for mode in modes_of(loss, aggregation, every=every)
+            for microbatches in MICROBATCHES[size]
+        ]
         cases = [case_of(*key, size) for key in keys]
         ranks = on_ranks(tmp_path_factory.mktemp("updates"), size, actors.gradients, cases, RATE)
         for key, outcomes in zip(keys, zip(*ranks, strict=True), strict=True):
@@ -80,13 +93,16 @@ def case_of(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", SETTINGS)
-def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found, loss: str, aggregation: str):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["in turn", "all modes"])
+def test_value_gradients_and_metrics_are_those_of_the_definition(
+    updated: Found, loss: str, aggregation: str, every: bool
+):
     model, settings = plain_model(), algorithm_of(loss, aggregation)
     truth = step_by_definition(model, BATCH, range(BATCH.num_rows), settings, TEMPERATURE, RATE)
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     assert truth["actor/loss"] != 0
     pairs = [(size, least) for size, leasts in MICROBATCHES.items() for least in leasts]
-    for mode, (size, microbatches) in itertools.product(BATCHINGS, pairs):
+    for mode, (size, microbatches) in itertools.product(modes_of(loss, aggregation, every=every), pairs):
         metrics, found = updated[loss, aggregation, mode, microbatches, size]
         assert metrics == pytest.approx(truth, rel=1e-5, abs=1e-7), (mode, microbatches, size)
         assert difference(found, gradients) < 1e-5, (mode, microbatches, size)
@@ -94,10 +110,10 @@ def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found,
 
 def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Found):
     assert set(SETTINGS) == set(LOSSES)
+    modes = {loss: modes_of(loss, "token_mean", every=False)[0] for loss in SETTINGS}
+    metrics = {loss: updated[loss, "token_mean", mode, 1, 1][0] for loss, mode in modes.items()}
     for loss in ("ppo_clip", "gspo", "gmpo", "dppo_tv", "dppo_kl", "kl_cov"):
-        metrics, _ = updated[loss, "token_mean", "packed", 1, 1]
-        assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
-    metrics, _ = updated["cispo", "token_mean", "packed", 1, 1]
-    assert 0 < metrics["actor/kl_bounded_fraction"] < 1
-    values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}
+        assert 0 < metrics[loss]["actor/clip_low_fraction"] + metrics[loss]["actor/clip_high_fraction"] < 1
+    assert 0 < metrics["cispo"]["actor/kl_bounded_fraction"] < 1
+    values = {loss: metrics[loss]["actor/policy_loss"] for loss in SETTINGS}
     assert len(set(values.values())) == len(values)

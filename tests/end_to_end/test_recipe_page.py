@@ -1,4 +1,7 @@
-"""docs/recipes.md, followed by a reader: its files in an empty folder, then its commands, one after the other."""
+"""docs/recipes.md, followed by a reader: its files in an empty folder, then its commands, one after the other.
+
+`make test` runs the command that takes thirty steps with two, `make test-long` as it is.
+"""
 
 import os
 import re
@@ -14,6 +17,7 @@ from tests.end_to_end.commands import ROOT, curve, steps
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 DEADLINE_S = 240.0
+STEPS, FEWER = 30, 2
 
 
 def blocks(language: str) -> list[str]:
@@ -42,8 +46,21 @@ def run(folder: Path, command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def shortened(command: str) -> str:
+    """Return a command with fewer steps, if it has the page's number of them."""
+    if f"trainer.steps={STEPS}" not in command:
+        return command
+    return f"{command} sft_warmup.steps={FEWER} trainer.steps={FEWER}"
+
+
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def num_steps(request: pytest.FixtureRequest) -> int:
+    """Return how many steps the page's longest command takes."""
+    return STEPS if request.config.getoption("--long") else FEWER
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory, num_steps: int) -> tuple[Path, dict[str, str]]:
     """Return the folder in which a reader has done all that the page says, and each command's output."""
     folder = tmp_path_factory.mktemp("reader")
     for text in blocks("python"):
@@ -52,7 +69,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         path.write_text(text)
     outputs = {}
     for command in commands():
-        done = run(folder, command)
+        done = run(folder, command if num_steps == STEPS else shortened(command))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         assert "Warning" not in done.stderr
@@ -60,24 +77,26 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, outputs
 
 
-def test_every_command_of_the_page_works_and_the_tests_of_its_role_pass(followed):
-    _, outputs = followed
+def test_every_command_of_the_page_works_and_the_tests_of_its_role_pass(followed, num_steps):
+    folder, outputs = followed
     assert [command.split()[0] for command in outputs].count("rlpack") == 4
     (tested,) = [output for command, output in outputs.items() if "pytest" in command]
     assert "2 passed" in tested
     (shown,) = [output for command, output in outputs.items() if command.startswith("grep")]
-    assert shown.count("recipe/revised_fraction") == 30
+    assert shown.count("recipe/revised_fraction") == num_steps
+    run_dir = folder / "runs" / "critique"
+    assert steps(run_dir, "train") == list(range(1, num_steps + 1))
+    assert min(curve(run_dir, "time/recipe/revise_s")) > 0
+    assert (run_dir / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_the_policy_learns_to_do_without_the_critique(followed):
     folder, _ = followed
     run_dir = folder / "runs" / "critique"
-    assert steps(run_dir, "train") == list(range(1, 31))
     revised, rewards = curve(run_dir, "recipe/revised_fraction"), curve(run_dir, "reward/mean")
     assert sum(revised[-5:]) < sum(revised[:5]) / 2, revised
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
-    assert min(curve(run_dir, "time/recipe/revise_s")) > 0
-    assert (run_dir / "model" / "model.safetensors").exists()
 
 
 def test_the_error_on_the_page_is_the_one_that_a_reader_gets(followed):

@@ -1,7 +1,7 @@
 """Recipes learn in twenty short steps; `make test-recipes` lets them learn the whole task.
 
-`make test` runs PPO and DAPO, and `make test-long` all of them. In tests/distributed/test_recipe_steps.py, the others
-train for a few steps.
+`make test` runs PPO, and `make test-long` all of them. In tests/distributed/test_recipe_steps.py, the others train for
+a few steps.
 """
 
 import math
@@ -53,7 +53,7 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "recipe", [name if name in ("ppo", "dapo") else pytest.param(name, marks=pytest.mark.long) for name in OWN]
+    "recipe", [name if name == "ppo" else pytest.param(name, marks=pytest.mark.long) for name in OWN]
 )
 def test_a_recipe_learns(tmp_path, supervised: Path, recipe: str) -> None:
     run = done(

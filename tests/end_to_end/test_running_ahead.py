@@ -103,7 +103,7 @@ def threads_of(run_dir: Path, name: str) -> list[str]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name == "dapo")) for name in RECIPES]
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.long] * (name != "grpo")) for name in RECIPES]
 )
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, tuple[str, ...]]:
     """Return an uninterrupted run, and its overrides."""

@@ -15,6 +15,8 @@ from tests.end_to_end.settings import REFERENCE, UNEVEN
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 OVERRIDES = (*UNEVEN, *REFERENCE, "trainer.steps=9")
+# A start without much of a warm-up, and more steps than a test waits for.
+QUICK = ("experiment=smoke", "trainer.steps=200", "evaluation.every=200", "checkpoint.every=200")
 
 
 def drivers(command: Command) -> list[psutil.Process]:
@@ -50,7 +52,7 @@ def test_a_run_whose_driver_and_then_a_rank_is_killed_ends_as_an_uninterrupted_o
 
 
 def test_ctrl_c_reaches_the_run_once_and_it_is_not_started_again(tmp_path: Path):
-    with started(tmp_path, *OVERRIDES, "supervise=3") as command:
+    with started(tmp_path, *QUICK, "supervise=3") as command:
         reach(command, 1)
         command.interrupt()
         assert command.wait() == 130, command.err
@@ -61,7 +63,7 @@ def test_ctrl_c_reaches_the_run_once_and_it_is_not_started_again(tmp_path: Path)
 
 
 def test_a_run_ends_with_its_supervisor(tmp_path: Path):
-    with started(tmp_path, *OVERRIDES, "supervise=3") as command:
+    with started(tmp_path, *QUICK, "supervise=3") as command:
         reach(command, 1)
         os.kill(command.process.pid, signal.SIGKILL)
         assert command.left_behind() == []

@@ -72,7 +72,7 @@ if RUNS_ALL:
 COMBINED = {
     *("replicas2cp2", "replicas2tp2", "replicas2ep2", "pp2replicas2", "replicas2gather2"),
     *("gather4", "dp2gather2", "gather2tp2", "gather2tp2sp", "gather2ep2", "pp2gather2"),
-    *("replicas2", "ep4", "dp2ep2"),
+    *("replicas2", "ep4", "dp2ep2", "dp4", "dp2cp2", "dp2tp2", "pp2dp2", "pp2tp2"),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
