@@ -26,6 +26,11 @@ from rlpack.distributed.run_token import RunToken
 logger = logging.getLogger(__name__)
 
 _WAITING_WORKERS = "--num_prestart_python_workers="
+# The raylet starts its workers once the dashboard's agent has opened these ports, and aborts if that takes more than
+# 15 s. A run uses none of them. Versions of Ray without the last one ignore it.
+_UNUSED_PORTS = ("--metrics-agent-port=", "--metrics_export_port=", "--dashboard_agent_listen_port=")
+_OPTIONAL = "--undefok=dashboard_agent_listen_port"
+_NO_PORT = -1
 _WITHOUT_GC = "rlpack.distributed.imports_without_gc"
 _LOOPBACK = "127.0.0.1"
 # Without this name, other machines may reach the run's Ray.
@@ -34,7 +39,7 @@ _POLL_S = 0.05
 _ANSWER_S = 5.0
 # Time after a start's deadline at which the script ends it, if no thread of this process could.
 _STUCK_S = 15.0
-# On a machine that stalls, the raylet gives up on its agents after 15 s.
+# On a machine that stalls, the raylet gives up on its agent for runtime environments after 15 s.
 _ATTEMPTS = 3
 _PORT_POLL_MS = 500
 # Ray's own log files of a start take about 100 kB.
@@ -145,7 +150,7 @@ def _replacements(
     """
     node, services, utils = map(private_module, ("node", "services", "utils"))
     node_class = find("_private.node", "Node")
-    yield services, "start_ray_process", partial(_with_workers, ranks=ranks)
+    yield services, "start_ray_process", partial(_with_options, ranks=ranks)
     yield services, "get_node", partial(_patient, nodes=nodes, timeout_s=timeout_s, deadline=deadline)
     yield node_class, "start_head_processes", partial(_noting, nodes=nodes)
     yield node, "wait_for_persisted_port", partial(_while_gcs_runs, nodes=nodes)
@@ -164,12 +169,17 @@ def _replacements(
     yield utils, "get_dashboard_dependency_error", lambda check: lambda: ImportError("a local run has no dashboard")
 
 
-def _with_workers(start_process: Callable[..., Any], ranks: int) -> Callable[..., Any]:
-    """Return Ray's `start_ray_process`, with one waiting worker per rank where Ray would start one per core."""
+def _with_options(start_process: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+    """Return Ray's `start_ray_process`, which starts the raylet with other options.
+
+    One worker per rank waits for work, where Ray would start one per core, and none waits for the dashboard's agent.
+    """
 
     def start(command: list[str], *args: Any, **options: Any) -> Any:
-        workers = f"{_WAITING_WORKERS}{ranks}"
-        command = [workers if word.startswith(_WAITING_WORKERS) else word for word in command]
+        if any(word.startswith(_WAITING_WORKERS) for word in command):
+            others = [word for word in command if not word.startswith((_WAITING_WORKERS, *_UNUSED_PORTS))]
+            ports = [f"{flag}{_NO_PORT}" for flag in _UNUSED_PORTS]
+            command = [*others, f"{_WAITING_WORKERS}{ranks}", *ports, _OPTIONAL]
         return start_process(command, *args, **options)
 
     return start

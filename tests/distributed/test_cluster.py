@@ -1,6 +1,7 @@
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplo
     assert len(started) == 2
     assert "Ray's raylet ended while it started, see /" in caplog.text
     assert "starting Ray again (attempt 2 of 3)" in caplog.text
+    assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
+
+
+def test_workers_do_not_wait_for_the_agent_of_the_dashboard(monkeypatch, caplog, tmp_path):
+    """Ray's raylet would abort after 15 s without it, as on a machine that is busy or reads from a slow disk."""
+    script = """
+        import sys, time
+        if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv):
+            time.sleep(600)
+    """
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(script))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    before = own_processes()
+    with Cluster(Placement(pools={"main": Pool(ranks=1)})) as cluster:
+        assert cluster.open_pools(["main"])["main"].process_ids()
+        started = own_processes() - before
+        (agent,) = [
+            one for one in started if one.name() != "raylet" and "dashboard/agent.py" in " ".join(one.cmdline())
+        ]
+        assert agent.is_running()  # it would have another title if it didn't sleep
+    assert "starting Ray again" not in caplog.text
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
 
 
