@@ -35,6 +35,7 @@ from rlpack.models.memory_simulation import (
 )
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
+from rlpack.models.parallel import SMALL_BYTES, weight_bytes
 from rlpack.models.pipeline_parallel import meta_copy, stage_layers
 from rlpack.models.policy import Policy
 from rlpack.models.repeated_layers import find_repetition, own_layers
@@ -119,9 +120,12 @@ def role_memory(
 
 
 def _layers_of(whole: PackedModel, config: Config, role: str, rank: int) -> Sequence[nn.Module]:
-    """Return the layers of a rank if they run one after the other, and nothing else reads or shares what they hold."""
+    """Return the layers of a rank if they run one after the other, and nothing else reads or shares what they hold.
+
+    A small model is sharded as one unit, and quickly simulated: for it, none are returned.
+    """
     layout, parallel = role_layout(config, role), role_parallel(config, role)
-    if parallel.vpp > 1 or wiring_problem(whole.model) is not None:
+    if parallel.vpp > 1 or weight_bytes(whole) <= SMALL_BYTES or wiring_problem(whole.model) is not None:
         return []
     layers = own_layers(whole)
     run = stage_layers(len(layers), layout.pp)[rank * layout.pp // layout.world_size]

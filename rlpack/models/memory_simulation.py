@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from rlpack.config.sections.compute import Offload
@@ -37,7 +38,7 @@ from rlpack.models.kernel_device import kernels_of
 from rlpack.models.live_bytes import LiveBytes, Peak, Use, highest
 from rlpack.models.offloaded_adamw import BUCKET_BYTES
 from rlpack.models.packed import PackedModel
-from rlpack.models.parallel import SMALL_BYTES, reshard, set_gradient_sync, weight_bytes
+from rlpack.models.parallel import reshard, set_gradient_sync
 from rlpack.models.parts import allocate, local_part
 from rlpack.models.pipeline_schedule import pipeline_turns
 from rlpack.models.policy import Policy
@@ -121,7 +122,9 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class SimulatedPass:
-    """What a simulated pass held. All but `largest` grow linearly with the number of equal layers.
+    """What a simulated pass held.
+
+    All but `largest` grow linearly with the number of equal layers, if each layer is an FSDP unit.
 
     Attributes:
         weights: bytes of this rank's part, and buffers.
@@ -129,7 +132,7 @@ class SimulatedPass:
         gradients: bytes of this rank's part after the pass.
         trained: bytes of this rank's trained weights.
         largest: bytes of the largest of them.
-        all_weights: bytes of the model's weights on all ranks that share them by FSDP.
+        by_layer: whether each layer is an FSDP unit; a small model is one as a whole.
         phases: the peak of each phase; those of layers are named (turn, direction, index of the layer).
     """
 
@@ -138,7 +141,7 @@ class SimulatedPass:
     gradients: int
     trained: int
     largest: int
-    all_weights: int
+    by_layer: bool
     phases: Mapping[Hashable, Peak]
 
     @classmethod
@@ -147,8 +150,9 @@ class SimulatedPass:
     ) -> "SimulatedPass":
         """Return what was counted in the pass of a model."""
         sizes = [4 * part.numel() for part in trained]
+        by_layer = all(isinstance(layer, FSDPModule) for layer in own_layers(model))
         largest, kept = max(sizes, default=0), live.now["weights"]
-        return cls(kept, optimizer, gradients, sum(sizes), largest, weight_bytes(model), live.phases)
+        return cls(kept, optimizer, gradients, sum(sizes), largest, by_layer, live.phases)
 
     def with_layers(self, longer: "SimulatedPass", repetition: Repetition) -> "SimulatedPass | None":
         """Return the pass of the model with all layers; None if shorter models don't tell what it holds.
@@ -162,13 +166,12 @@ class SimulatedPass:
             return one + repetition.times * (other - one)
 
         phases = extrapolate(self.phases, longer.phases, repetition)
-        all_weights = grown(self.all_weights, longer.all_weights)
-        # A small model is sharded as a whole, not layer by layer.
-        if phases is None or (all_weights <= SMALL_BYTES) != (self.all_weights <= SMALL_BYTES):
+        # At the end of the backward pass of a small model, all weights are freed and all gradients reduced at once.
+        if phases is None or not self.by_layer:
             return None
         names = ("weights", "optimizer", "gradients", "trained")
         sums = {name: grown(vars(self)[name], vars(longer)[name]) for name in names}
-        return SimulatedPass(**sums, largest=longer.largest, all_weights=all_weights, phases=phases)
+        return SimulatedPass(**sums, largest=longer.largest, by_layer=True, phases=phases)
 
     def memory(self, settings: Optimizer | None, offload: Offload) -> ModelMemory:
         """Return the memory of the role; `settings` are None for one that isn't trained."""

@@ -94,7 +94,7 @@ def cut_model(model: M, link: StageLink, whole: M) -> None:
 
 def _only(layers: Sequence[nn.Module], indices: Sequence[int]) -> nn.ModuleList:
     """Return the layers at these indices, and placeholders at the others."""
-    return nn.ModuleList(layer if index in indices else PassOn() for index, layer in enumerate(layers))
+    return nn.ModuleList(layer if index in indices else PassOn(layer) for index, layer in enumerate(layers))
 
 
 def _stages_of(whole: PackedModel, link: StageLink) -> dict[str, list[int]]:
@@ -145,7 +145,7 @@ def meta_copy(model: M, without: Sequence[nn.Module] = ()) -> M:
         model: on any device.
         without: decoder layers that are left out; the copy has placeholders that pass hidden states on.
     """
-    memo: dict[int, Any] = {id(layer): PassOn() for layer in without}
+    memo: dict[int, Any] = {id(layer): PassOn(layer) for layer in without}
     for weight in model.parameters():
         memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
     memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
@@ -153,7 +153,16 @@ def meta_copy(model: M, without: Sequence[nn.Module] = ()) -> M:
 
 
 class PassOn(nn.Module):
-    """A placeholder for a decoder layer that this rank doesn't have."""
+    """A placeholder for a decoder layer that this rank doesn't have.
+
+    It has the layer's plain attributes, such as a kind of attention, by which some models choose what a layer gets.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, int | float | str):
+                setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Return the hidden states as they are."""

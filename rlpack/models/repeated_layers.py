@@ -5,8 +5,9 @@ window and one without. Whatever a pass holds at a given point of a given layer 
 repetitions. This holds for each phase of a simulated pass (`rlpack.models.live_bytes`), but not for its peak: with more
 layers, another phase may have the largest one. So each phase is extrapolated, and the peak is taken afterwards.
 
-The shorter models keep the first and the last layers, which have other neighbors than those in the middle. Phases in
-the middle lie on a line between these, so none of them is higher than both of its ends.
+The shorter models keep the first and the last layers, which have other neighbors than those in the middle, and next to
+them a whole pattern of ordinary ones. The phases between these two patterns lie on lines, so none is higher than both
+of its ends.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.pipeline_parallel import PassOn
 from rlpack.models.stage_wiring import LAYERS
 
-# Layers that are kept on either side: the outermost one, which has other neighbors, and one of those in the middle.
+# Layers on either side that have other neighbors: FSDP2 gathers the weights of the next layer but one ahead.
 _MARGIN = 2
 _LONGEST_PATTERN = 16
 # Two shorter models take time, too, so they must have this share of the layers at most.
@@ -43,7 +44,7 @@ class Repetition:
     times: int
 
     def left_out(self, layers: Sequence[nn.Module], kept: int) -> Sequence[nn.Module]:
-        """Return the layers that a shorter model lacks which keeps some of these repetitions."""
+        """Return the layers that are left out of a shorter model, which keeps `kept` of these repetitions."""
         return layers[self.front + kept * self.period : self.front + self.times * self.period]
 
 
@@ -60,7 +61,7 @@ def find_repetition(layers: Sequence[nn.Module]) -> Repetition | None:
     traits = [_traits(layer) for layer in layers]
     found: list[tuple[int, Repetition]] = []
     for period in range(1, min(_LONGEST_PATTERN, len(layers) // 2) + 1):
-        margin = -(-_MARGIN // period) * period
+        margin = _MARGIN + period
         for first, last in _runs(traits, period):
             times = (last - first - 2 * margin) // period
             simulated = 2 * (len(layers) - times * period) + period
@@ -132,4 +133,4 @@ def _extrapolated(short: Peak, longer: Peak, times: int) -> Peak:
 
 
 def _added(short: Counter[Use], longer: Counter[Use], times: int) -> Counter[Use]:
-    return Counter({use: short[use] + times * (longer[use] - short[use]) for use in short | longer})
+    return Counter({use: short[use] + times * (longer[use] - short[use]) for use in short.keys() | longer.keys()})
