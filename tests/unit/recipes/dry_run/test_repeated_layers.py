@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2, tied": {"model_type": "qwen2", "num_hidden_layers": 18, "tie_word_embeddings": True},
     "gemma3, one of six without a window": {
         "model_type": "gemma3_text",
-        "num_hidden_layers": 54,
+        "num_hidden_layers": 60,
         "head_dim": 8,
         "sliding_window": 8,
     },
