@@ -67,8 +67,9 @@ def simulated(kind: type[PackedModel], tied: bool) -> tuple[list[str], ModelMemo
         model: Any = kind(lm if kind is Policy else language_model(lm))
         shard_model(model, init_device_mesh("cpu", (4,)), small_bytes=0)
         names = units(model)
-        row = SimulatedMicrobatch(slots=16, longest=16)
-        return names, simulate_update(model, row, Optimizer(), several=False, entropy=False, device="cpu")
+        row, settings = SimulatedMicrobatch(slots=16, longest=16), Optimizer()
+        update = simulate_update(model, row, settings, several=False, entropy=False, device="cpu")
+        return names, update.memory(settings, "none")
 
     return call_on_fake_rank(0, 4, run)
 
