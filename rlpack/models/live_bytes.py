@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 # The use of a storage. `backward` is what the backward pass allocates: gradients once it has ended.
 Use = Literal["weights", "optimizer", "activations", "output_layer", "gathered", "gradients", "backward"]
 
+# FSDP2's operators that put the gradients of a unit into one buffer; the second is that of PyTorch 2.15.
+_CHUNK_CAT = frozenset({"fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype"})
+
 
 @dataclass
 class Peak:
@@ -187,9 +190,9 @@ def _of_fsdp(func: Any, args: Any, kwargs: Any, outputs: Any) -> Iterator[tuple[
     if name == "fsdp::all_gather_copy_in":
         for tensor in outputs:
             yield tensor, "gathered"
-    elif name in {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}:
+    elif name in {"fsdp::split_with_sizes_copy", *_CHUNK_CAT}:
         out = kwargs.get("out", args[-1])
         for tensor in out if isinstance(out, list | tuple) else [out]:
-            yield tensor, "gradients" if name == "fsdp::chunk_cat" else "gathered"
+            yield tensor, "gradients" if name in _CHUNK_CAT else "gathered"
     elif "reduce_scatter" in name and isinstance(args[0], Tensor) and args[0].ndim == 1:
         yield args[0], "gradients"
