@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 # Weights in transit between pools: one bucket is loaded while the next is gathered.
 _RELAYS_IN_FLIGHT = 2
-# A rank waits this long for the result of a background call before it answers other calls.
-_RESULT_S = 0.1
+# A rank waits this long for the result of a background call before it answers other calls. While the pool has other
+# calls, ranks don't wait, and are asked again after a pause for each background call that is waited for.
+_RESULT_S, _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.02, 0.5
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
 
@@ -130,7 +131,9 @@ class RayRanks(RestartablePool):
         call, began = submitted.call, time.monotonic()
         results: dict[int, OffloadedBatch] = {}
         while waiting := [one.rank for one in submitted.calls if one.rank not in results]:
-            refs = [submitted.actors[rank].result.remote(submitted.call_id, _RESULT_S) for rank in waiting]
+            # Every other call of a rank would wait for the ranks' waits, of which there may be one per background call.
+            wait_s = 0.0 if self._submitted.has_others(submitted) else _RESULT_S
+            refs = [submitted.actors[rank].result.remote(submitted.call_id, wait_s) for rank in waiting]
             asked = rank_calls(refs, call.role, call.method, ranks=waiting)
             found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
             now, ended = time.monotonic(), {rank: rows for rank, rows in found.items() if rows is not None}
@@ -140,6 +143,8 @@ class RayRanks(RestartablePool):
             late = [one for one in asked if one.rank not in results and now > latest[one.rank] + self._call_s]
             if late:
                 raise self._missed(late, self._call_s, {self})
+            if not ended and not wait_s:
+                time.sleep(min(_PAUSE_S * self._submitted.num_awaited_in_background(), _LONGEST_PAUSE_S))
         return [results[one.rank] for one in submitted.calls]
 
     def pop_usage(self, role: str) -> dict[str, Usage]:

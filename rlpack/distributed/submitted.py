@@ -108,6 +108,16 @@ class SubmittedCalls:
                 for one in (*self._calls.values(), *self._awaited.values())
             )
 
+    def has_others(self, submitted: SubmittedCall) -> bool:
+        """Return whether the pool has other calls, whose results may have been requested."""
+        with self._lock:
+            return any(one is not submitted for one in (*self._calls.values(), *self._awaited.values()))
+
+    def num_awaited_in_background(self) -> int:
+        """Return how many calls that run in threads are waited for."""
+        with self._lock:
+            return sum(one.call.background for one in self._awaited.values())
+
     def record_answer(self, call: RankCall) -> None:
         """Record that a rank has answered: it no longer holds up later calls."""
         with self._lock:

@@ -247,3 +247,41 @@ def test_a_pool_that_waits_for_the_place_of_a_lost_node_says_so(
         ranks._start_again(LostRanksError(RoleError("rollout", 1, "generate", "the process died"), {ranks}), 1)
     assert missed.value.cause == text
     assert processes.done[-1] == "kill"
+
+
+class Scorer:
+    """A rank whose background call ends after it was asked `asks` times; notes how long it was to wait each time."""
+
+    def __init__(self, asks: int) -> None:
+        self.asks, self.waits, self.discard = asks, list[float](), Mock()
+        self.result = SimpleNamespace(remote=self._answer)
+
+    def _answer(self, call_id: int, wait_s: float) -> str | None:
+        self.waits.append(wait_s)
+        return "rows" if len(self.waits) == self.asks else None
+
+
+@pytest.mark.parametrize("others", ["none", "an engine's call", "another background call"])
+def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
+    monkeypatch: pytest.MonkeyPatch, others: str
+):
+    pool, scorer, pauses = pool_of(Processes()), Scorer(asks=4), list[float]()
+    pool._background_ends = {}
+    monkeypatch.setattr("rlpack.distributed.ranks.rank_calls", lambda refs, *_, ranks: [Mock(rank=0, answer=refs[0])])
+    monkeypatch.setattr("rlpack.distributed.ranks.time.sleep", pauses.append)
+    monkeypatch.setattr(pool, "_wait", lambda asked, timeout_s: [one.answer for one in asked])
+    score = SubmittedCall(Call("reward", "score", [()], {}, background=True), 1, actors=[scorer])
+    score.calls = [call_of_rank(0, "reward")]
+    if others != "none":
+        is_background = others == "another background call"
+        other = SubmittedCall(Call("rollout", "advance", [()], {}, background=is_background), 2)
+        other.calls = [call_of_rank(0)]
+        pool._submitted.add(other)
+    with pool._submitted.awaiting(score):
+        assert pool._background_results(score) == ["rows"]
+    if others == "none":
+        assert (len(set(scorer.waits)), min(scorer.waits) > 0, pauses) == (1, True, [])
+    else:
+        assert scorer.waits == [0.0] * 4  # a call of the engine waits for none of them
+        assert len(pauses) == 3
+        assert all(0 < pause <= 0.1 for pause in pauses)

@@ -51,6 +51,18 @@ def test_a_rank_that_has_answered_holds_nothing_up():
     assert list(calls.before(parts("third", 2))) == ["first 0", "second 0", "second 1"]
 
 
+def test_calls_that_are_waited_for_count_until_they_have_ended():
+    calls = submitted("slow")
+    own = calls.all()[0]
+    assert (calls.has_others(own), calls.num_awaited_in_background()) == (False, 0)
+    with calls.awaiting(own):
+        assert (calls.has_others(own), calls.num_awaited_in_background()) == (False, 1)
+        other = SubmittedCall(Call("echo", "fast", [()], {}), 300)
+        with calls.awaiting(other):
+            assert (calls.has_others(own), calls.num_awaited_in_background()) == (True, 1)
+    assert (calls.has_others(own), calls.num_awaited_in_background()) == (False, 0)
+
+
 def test_of_discarded_calls_nothing_is_left():
     calls = submitted("first", "slow")
     assert calls.names_in_background() == ["echo.slow"]
