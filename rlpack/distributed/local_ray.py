@@ -6,10 +6,13 @@ Ray has no settings for some of this. Its private functions are replaced while i
 import logging
 import math
 import os
+import random
+import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -26,12 +29,17 @@ from rlpack.distributed.run_token import RunToken
 logger = logging.getLogger(__name__)
 
 _WAITING_WORKERS = "--num_prestart_python_workers="
-# The raylet starts its workers once the dashboard's agent has opened these ports, and aborts if that takes more than
-# 15 s. A run uses none of them. Versions of Ray without the last one ignore it.
+# The raylet starts its workers once two agents have opened their ports, and aborts if that takes more than 15 s. A run
+# uses none of those of the dashboard's agent; versions of Ray without the last one ignore it. The agent for runtime
+# environments gets a given port instead of any, for which the raylet doesn't wait.
 _UNUSED_PORTS = ("--metrics-agent-port=", "--metrics_export_port=", "--dashboard_agent_listen_port=")
 _OPTIONAL = "--undefok=dashboard_agent_listen_port"
 _NO_PORT = -1
+_ANY_AGENT_PORT = re.compile(r"(?<=--runtime.env.agent.port=)0\b")
+# Below the ports that Linux gives to outgoing connections: one of these could take it before the agent does.
+_AGENT_PORTS = range(20_000, 32_768)
 _WITHOUT_GC = "rlpack.distributed.imports_without_gc"
+_PORTS_TRIED = 20
 _LOOPBACK = "127.0.0.1"
 # Without this name, other machines may reach the run's Ray.
 _LOCALHOST = "resolve_ip_for_localhost"
@@ -39,7 +47,7 @@ _POLL_S = 0.05
 _ANSWER_S = 5.0
 # Time after a start's deadline at which the script ends it, if no thread of this process could.
 _STUCK_S = 15.0
-# On a machine that stalls, the raylet gives up on its agent for runtime environments after 15 s.
+# A daemon may end on a machine that stalls, or because another program took the agent's port.
 _ATTEMPTS = 3
 _PORT_POLL_MS = 500
 # Ray's own log files of a start take about 100 kB.
@@ -172,7 +180,7 @@ def _replacements(
 def _with_options(start_process: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     """Return Ray's `start_ray_process`, which starts the raylet with other options.
 
-    One worker per rank waits for work, where Ray would start one per core, and none waits for the dashboard's agent.
+    One worker per rank waits for work, where Ray would start one per core, and the raylet waits for neither agent.
     """
 
     def start(command: list[str], *args: Any, **options: Any) -> Any:
@@ -180,9 +188,20 @@ def _with_options(start_process: Callable[..., Any], ranks: int) -> Callable[...
             others = [word for word in command if not word.startswith((_WAITING_WORKERS, *_UNUSED_PORTS))]
             ports = [f"{flag}{_NO_PORT}" for flag in _UNUSED_PORTS]
             command = [*others, f"{_WAITING_WORKERS}{ranks}", *ports, _OPTIONAL]
+            agent_port = str(_free_port())
+            command = [_ANY_AGENT_PORT.sub(agent_port, word) for word in command]
         return start_process(command, *args, **options)
 
     return start
+
+
+def _free_port() -> int:
+    """Return a free port for an agent; 0, for any, if none of those tried is free."""
+    for port in random.SystemRandom().sample(_AGENT_PORTS, _PORTS_TRIED):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((_LOOPBACK, port))
+            return port
+    return 0
 
 
 def _noting(start_processes: Callable[[Any], None], nodes: list[Any]) -> Callable[[Any], None]:

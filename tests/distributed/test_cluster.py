@@ -111,11 +111,12 @@ def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplo
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
 
 
-def test_workers_do_not_wait_for_the_agent_of_the_dashboard(monkeypatch, caplog, tmp_path):
-    """Ray's raylet would abort after 15 s without it, as on a machine that is busy or reads from a slow disk."""
-    script = """
+@pytest.mark.parametrize("file", ["dashboard/agent.py", "runtime_env/agent/main.py"])
+def test_workers_do_not_wait_for_the_agents_of_ray(file, monkeypatch, caplog, tmp_path):
+    """Ray's raylet would abort after 15 s without them, as on a machine that is busy or reads from a slow disk."""
+    script = f"""
         import sys, time
-        if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv):
+        if any(word.endswith("{file}") for word in sys.orig_argv):
             time.sleep(600)
     """
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(script))
@@ -124,9 +125,7 @@ def test_workers_do_not_wait_for_the_agent_of_the_dashboard(monkeypatch, caplog,
     with Cluster(Placement(pools={"main": Pool(ranks=1)})) as cluster:
         assert cluster.open_pools(["main"])["main"].process_ids()
         started = own_processes() - before
-        (agent,) = [
-            one for one in started if one.name() != "raylet" and "dashboard/agent.py" in " ".join(one.cmdline())
-        ]
+        (agent,) = [one for one in started if one.name() != "raylet" and file in " ".join(one.cmdline())]
         assert agent.is_running()  # it would have another title if it didn't sleep
     assert "starting Ray again" not in caplog.text
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
