@@ -83,6 +83,7 @@ SETTINGS = {
     "dp2": Setting(2),
     "dp2, two microbatches, bf16": Setting(2, microbatches=2, precision="bf16"),
     "tp2": Setting(2, tp=2),
+    "tp2 dp2, two microbatches, bf16": Setting(4, tp=2, microbatches=2, precision="bf16"),
     "cp2": Setting(2, cp=2),
     "pp2": Setting(2, pp=2, microbatches=4),
     "pp2, vpp2": Setting(2, pp=2, vpp=2, microbatches=4),
@@ -90,6 +91,9 @@ SETTINGS = {
     "cp2, all_gather": Setting(2, cp=2, cp_method="all_gather"),
     "qwen3_moe": Setting(model_type="qwen3_moe"),
     "ep2, qwen3_moe": Setting(2, ep=2, model_type="qwen3_moe"),
+    "ep2 dp2, qwen3_moe, two microbatches, bf16": Setting(
+        4, ep=2, microbatches=2, precision="bf16", model_type="qwen3_moe"
+    ),
     "critic": Setting(role="critic"),
     "critic, dp2": Setting(2, role="critic"),
 }

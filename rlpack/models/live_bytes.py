@@ -102,9 +102,11 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
         for output in tree_leaves(outputs):
-            # DTensors themselves have no memory; operations on their parts follow.
-            if isinstance(output, Tensor) and not isinstance(output, DTensor):
-                self._add(output.untyped_storage(), None)
+            if isinstance(output, Tensor):
+                # A DTensor itself has no memory. Operations on its part, such as FSDP2's cast of a gradient over tensor
+                # parallelism, run inside this one, where this mode is off.
+                part = output._local_tensor if isinstance(output, DTensor) else output
+                self._add(part.untyped_storage(), None)
         for tensor, use in _of_fsdp(func, args, kwargs, outputs):
             self._add(tensor.untyped_storage(), use)
         if _is_sum_of_gradients(func, args):

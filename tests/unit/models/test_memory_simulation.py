@@ -127,6 +127,14 @@ def test_a_second_microbatch_meets_whole_gradients_which_are_summed_over_ranks_a
     assert two.peak > one.peak
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_second_microbatch_meets_whole_gradients_of_a_part_of_tensor_parallelism(precision: str):
+    layout = ParallelLayout(dp_shard=2, tp=2)
+    one, two = (update(layout, several=several, precision=precision) for several in (False, True))
+    # Gradients are summed in fp32: half of each matrix, which FSDP keeps whole until the last microbatch.
+    assert two.most["gradients"] >= 4 * MATRICES // 2 > one.most["gradients"]
+
+
 def test_weights_that_are_not_freed_after_forward_are_gathered_together():
     layout = ParallelLayout(dp_shard=4)
     freed, kept = update(layout), update(layout, reshard_after_forward=False)
