@@ -71,6 +71,9 @@ def check_lists(batch: BatchedDataDict) -> None:
 def read_batch(folder: Path) -> BatchedDataDict:
     """Return the batch that `write_batch` wrote into `folder`.
 
+    Equal entries of a list are one object, as the responses to a prompt share it in the batch of a run, so that they
+    take its room in the object store once.
+
     Raises:
         DataError: a file is missing, or was not written by `write_batch`.
     """
@@ -78,6 +81,7 @@ def read_batch(folder: Path) -> BatchedDataDict:
         tensors = load_file(folder / _TENSORS)
         document = read_object(folder / _LISTS, of_any_size=True)  # as large as the texts of the batch
         columns: dict[str, Column] = dict(document["columns"])
+        columns |= {name: _with_shared_entries(column) for name, column in columns.items() if isinstance(column, list)}
         for name, tensor in tensors.items():
             if name.endswith(_VALUES):
                 column = name.removesuffix(_VALUES)
@@ -89,6 +93,12 @@ def read_batch(folder: Path) -> BatchedDataDict:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"the batch in {folder} can't be read: {error}") from error
     return batch
+
+
+def _with_shared_entries(column: list[Any]) -> list[Any]:
+    """Return a list in which equal entries are one object; 1, 1.0 and True are not equal."""
+    entries: dict[str, Any] = {}
+    return [entries.setdefault(json.dumps(entry), entry) for entry in column]
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

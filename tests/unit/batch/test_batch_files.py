@@ -1,6 +1,7 @@
 """Batches in files: what is read is what was written, bit for bit."""
 
 import datetime
+import pickle
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path):
             assert torch.equal(read[name].view(bits), column.view(bits)), name
         else:
             assert repr(read[name]) == repr(column), name
+
+
+def test_responses_to_a_prompt_share_its_entries_again_once_they_are_read(tmp_path: Path):
+    tests = [{"tests": ["x" * 10_000, 1]}, {"tests": ["y" * 10_000, 1.0]}]
+    prompts = BatchedDataDict({"answer": tests, "uid": ["a", "b"], "passed": [1, True]})
+    batch = prompts.repeat_interleave(8)
+    write_batch(batch, tmp_path / "batch")
+    read = read_batch(tmp_path / "batch")
+    assert (read["answer"], read["uid"], repr(read["passed"])) == (batch["answer"], batch["uid"], repr(batch["passed"]))
+    assert len({id(entry) for entry in read["answer"]}) == len({id(entry) for entry in read["uid"]}) == 2
+    # Each is put away once, as in the run.
+    assert len(pickle.dumps(read["answer"])) < 2 * 10_000 + 1000
 
 
 def test_only_columns_in_memory_of_another_one_are_copied_before_they_are_written(
