@@ -10,7 +10,7 @@ from rlpack.rollout.engine import STREAMING_ENGINES
 
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
-    """Send the actor's weights to the rollout role, unless `step` left them unchanged.
+    """Send the actor's weights to the rollout role; if `step` left them unchanged, only to engines that failed.
 
     Engines that failed are replaced first. One that dies meanwhile or fails the canary is replaced once.
 
@@ -18,6 +18,9 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
         RoleError: a rank raised, died or missed its deadline, or an engine failed the canary again.
     """
     if step is not None and step.progress.optimizer_steps == session.progress.optimizer_steps:
+        if session.engine_access.failed:
+            with step.timer("sync"), session.publication():
+                session.replace_engines()
         return
     timer = session.run.timer if step is None else step.timer
     with timer("sync"), session.publication():

@@ -58,6 +58,23 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started_batch, "LOOK_S", 0.005)
 
 
+def test_an_engine_that_fails_is_replaced_by_the_end_of_a_step_that_left_the_actor_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As in the critic's warm-up, whose steps publish no weights."""
+    monkeypatch.setattr(ahead, "sync_weights", sync_weights)
+    session = started(tmp_path, steps=12, lead=1, seed=1)
+    engines, weights = session.rollout.every, session.rollout_weights
+    engines[0].engine.calls_left = 30
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 12):
+        queue.take(step)
+        queue.publish(step)
+    assert not session.engine_access.failed  # the engine died some steps earlier
+    assert [rank.num_engines for rank in engines] == [2, *[1] * (RANKS - 1)]
+    assert {rank.version for rank in engines} == {weights.version} == {1}
+
+
 @pytest.mark.parametrize(("lead", "steps"), [(1, STEPS), (2, STEPS), (3, 2 * STEPS)])
 def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engines_die(
     tmp_path: Path, lead: int, steps: int
