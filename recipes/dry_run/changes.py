@@ -87,6 +87,13 @@ def _layouts(config: Config) -> Iterator[tuple[str, Any]]:
             yield "actor.parallel.tp", tp
 
 
+def for_the_share(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values with which a vLLM whose share of a GPU is too small may start, cheapest first."""
+    yield from _shares(config)
+    if config.rollout.dtype is None and config.actor.precision == "fp32":
+        yield "actor.precision", "bf16"
+
+
 def _shares(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield larger shares of a GPU for a vLLM that takes a share."""
     if config.rollout.engine == "vllm" and gpus_per_rank(config, "rollout") and config.rollout.kv_cache_gb is None:

@@ -41,7 +41,7 @@ from rlpack.recipes.dry_run.batch_plan import (
     holds_demonstrations,
     plans_of,
 )
-from rlpack.recipes.dry_run.changes import smaller, with_value
+from rlpack.recipes.dry_run.changes import for_the_share, smaller, with_value
 from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
 from rlpack.recipes.dry_run.role_memory import (
@@ -255,7 +255,7 @@ def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -
     show(verdict(memory))
     if memory.excess <= 0:
         return True
-    for line in change_lines(memory, list(_changes(config, estimator, memory.excess))):
+    for line in change_lines(memory, list(_changes(config, estimator, memory))):
         show(line)
     return False
 
@@ -277,10 +277,10 @@ def run_line(config: Config, num_prompts: int) -> str:
     )
 
 
-def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:
+def _changes(config: Config, estimator: Estimator, before: RunMemory) -> Iterator[tuple[str, RunMemory]]:
     """Yield single changes that lower the memory, and the memory after each; for a key, up to the first that fits."""
-    enough = set()
-    for key, value in smaller(config, estimator.batch(config).longest):
+    enough, longest = set(), estimator.batch(config).longest
+    for key, value in for_the_share(config) if before.lacks_share_only else smaller(config, longest):
         changed = with_value(config, key, value)
         if key in enough or not estimator.can_run(changed):
             continue
@@ -288,5 +288,5 @@ def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tupl
             memory = estimator.memory(changed)
             if memory.excess <= 0:
                 enough.add(key)
-            if memory.excess < before:
+            if memory.excess < before.excess:
                 yield f"{key}={value}", memory

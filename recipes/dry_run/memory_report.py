@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from rlpack.cli.tables import table
-from rlpack.config.layout_sizes import layout_sizes
+from rlpack.config.layout_sizes import SIZES, layout_sizes
 from rlpack.config.roles import WITH_LAYOUTS, pool_of, role_parallel
 from rlpack.config.schema import Config
 from rlpack.counted import counted
@@ -34,25 +34,45 @@ def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePla
             )
     for role, each in plans.items():
         ranks = config.placement.pools[pool_of(config, role)].ranks
-        layout = layout_sizes(config, role, ranks)
-        if role in WITH_LAYOUTS:
-            layout["vpp"] = role_parallel(config, role).vpp
-        sizes = " × ".join(f"{name} {size}" for name, size in layout.items() if size > 1)
+        sizes = _layout(config, role, ranks)
         steps, count = each.plan.num_steps, each.per_step
         unit = ("optimizer step",) if is_trained(config, role) else ("pass", "passes")
         yield (
             f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {counted(steps, *unit)} "
-            f"of {count} microbatch{'es' * (count > 1)} per rank, {each.fill:.1%} of "
+            f"of {count} microbatch{'es' * (count > 1)} per rank{_idle(each)}, {each.fill:.1%} of "
             f"the slots filled; memory is for the largest, of {each.microbatch.slots:,} slots"
         )
+
+
+def _layout(config: Config, role: str, ranks: int) -> str:
+    """Return the sizes above 1: those whose product is the number of ranks, then how ranks or layers are divided."""
+    sizes = layout_sizes(config, role, ranks)
+    factors = " × ".join(f"{name} {sizes[name]}" for name in SIZES if sizes.get(name, 1) > 1)
+    vpp = role_parallel(config, role).vpp if role in WITH_LAYOUTS else 1
+    others = [f"{name} {size}" for name, size in (("ep", sizes.get("ep", 1)), ("vpp", vpp)) if size > 1]
+    return ", ".join(filter(None, [factors, *others]))
+
+
+def _idle(each: RolePlan) -> str:
+    """Return a note on microbatches without rows, in which a rank only takes part in collectives; "" without any."""
+    plan, metrics = each.plan, each.plan.metrics
+    if not metrics.dummy_microbatches:
+        return ""
+    total = metrics.num_microbatches + metrics.dummy_microbatches
+    rows = plan.request.lengths.size // plan.num_steps
+    reason = f": {counted(rows, 'row')} for {plan.num_ranks:,} data ranks" if rows < plan.num_ranks else ""
+    return f" ({metrics.dummy_microbatches:,} of {total:,} in all are empty{reason})"
 
 
 def memory_lines(memory: RunMemory) -> Iterator[str]:
     """Yield the tables of all pools, and the sums."""
     for pool in memory.pools:
         yield ""
-        kind = "a GPU each" if pool.on_gpu else "on CPUs"
-        yield f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {kind}; on the rank that takes most"
+        what = "GPU" if pool.on_gpu and pool.gpus_per_rank > 1 else "rank"
+        yield (
+            f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {_devices(pool)}; on the {what} that takes "
+            "most"
+        )
         yield from _pool_lines(pool)
     yield ""
     generates = any(pool.engine is not None for pool in memory.pools)
@@ -63,6 +83,15 @@ def memory_lines(memory: RunMemory) -> Iterator[str]:
     if memory.uncounted:
         plural = "s" * (len(memory.uncounted) > 1)
         yield f"not counted: the role{plural} {', '.join(memory.uncounted)}"
+
+
+def _devices(pool: PoolMemory) -> str:
+    """Return what the ranks of a pool run on."""
+    if not pool.on_gpu:
+        return "on CPUs"
+    if pool.gpus_per_rank == 1:
+        return "a GPU each"
+    return f"{pool.gpus_per_rank:g} GPUs each, {pool.ranks * pool.gpus_per_rank:g} in all"
 
 
 def _pool_lines(pool: PoolMemory) -> Iterator[str]:

@@ -75,7 +75,7 @@ class PoolMemory:
     Attributes:
         name: name of the pool.
         ranks: number of ranks.
-        on_gpu: whether each rank has a GPU.
+        gpus_per_rank: GPUs of a rank, 0 on CPUs; with several, sizes are those of each.
         limit: memory of the rank's GPU, or of the machine for all ranks on CPUs; None if it isn't known.
         roles: memory of its roles with models.
         engine: memory of the role rollout's engine, if it is in this pool.
@@ -83,10 +83,15 @@ class PoolMemory:
 
     name: str
     ranks: int
-    on_gpu: bool
+    gpus_per_rank: float
     limit: int | None
     roles: Mapping[str, RoleMemory]
     engine: EngineMemory | None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether each rank has a GPU."""
+        return self.gpus_per_rank > 0
 
     @property
     def kept(self) -> int:
@@ -180,6 +185,12 @@ class RunMemory:
         over += [self.host - self.host_limit] if self.host_limit is not None else []
         return max(over, default=0)
 
+    @property
+    def lacks_share_only(self) -> bool:
+        """Return whether vLLM's share of a GPU is too small, and nothing else is."""
+        shares = {pool.engine.problem(pool.name) for pool in self.pools if pool.engine is not None}
+        return self.excess > 0 and shares.issuperset(self.problems())
+
     def problems(self) -> Iterator[str]:
         """Yield what doesn't fit."""
         for pool in self.pools:
@@ -224,11 +235,10 @@ def run_memory(
     """
     pools = []
     for name, pool in pools_in_use(config).items():
-        on_gpu = pool.gpus_per_rank > 0
         own = {role: memory for role, memory in roles.items() if pool_of(config, role) == name}
         generates = engine if engine is not None and pool_of(config, "rollout") == name else None
-        limit = device_limit if on_gpu else host_limit
-        pools.append(PoolMemory(name, pool.ranks, on_gpu, limit, own, generates))
+        limit = device_limit if pool.gpus_per_rank else host_limit
+        pools.append(PoolMemory(name, pool.ranks, pool.gpus_per_rank, limit, own, generates))
     others = tuple(role for role in started_roles(config) if not is_builtin(role))
     return RunMemory(tuple(pools), store_bytes(config, tokens, engine, routing), host_limit, others)
 

@@ -51,13 +51,15 @@ def check_environment(config: Config, environment: Mapping[str, str]) -> None:
 def check_code(config: Config, environment: Mapping[str, str], earlier: Sequence[str] = ()) -> None:
     """Raise if this machine lacks code that `config` loads, or if there are `earlier` problems.
 
-    Optional packages are left out: those of a job are installed on the cluster's nodes.
+    Optional packages are left out: those of a job are installed on the cluster's nodes. So the names of vLLM's
+    arguments are not checked, except for those that rlpack sets or reads.
 
     Raises:
-        ConfigError: an earlier problem, or a target that can't be imported or isn't allowed.
+        ConfigError: an earlier problem, an argument of vLLM that rlpack refuses, or a target that can't be imported or
+            isn't allowed.
     """
-    if problems := [*earlier, *_shadows(environment), *_targets(config, environment)]:
-        raise ConfigError(problems)
+    if problems := [*earlier, *_shadows(environment), *_targets(config, environment), *_engine_arguments(config)]:
+        raise ConfigError(list(dict.fromkeys(problems)))  # with vLLM installed, earlier ones include its arguments
 
 
 def _shadows(environment: Mapping[str, str]) -> Iterator[str]:
@@ -137,7 +139,7 @@ def _packages(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 def _engine(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield problems of vLLM and of its arguments."""
-    if config.rollout.engine != "vllm" or "rollout" not in started_roles(config):
+    if not _generates_with_vllm(config):
         return
     on_gpu = gpus_per_rank(config, "rollout") > 0
     if problem := installation_problem(on_gpu=on_gpu):
@@ -145,6 +147,17 @@ def _engine(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
         yield f"rollout.engine=vllm: {problem}; {instruction}, on every node, or set rollout.engine=hf"
     else:
         yield from argument_problems(config.rollout.vllm, on_gpu=on_gpu)
+
+
+def _engine_arguments(config: Config) -> Iterator[str]:
+    """Yield problems of vLLM's arguments that don't depend on its version."""
+    if _generates_with_vllm(config):
+        on_gpu = gpus_per_rank(config, "rollout") > 0
+        yield from argument_problems(config.rollout.vllm, on_gpu=on_gpu, is_installed=False)
+
+
+def _generates_with_vllm(config: Config) -> bool:
+    return config.rollout.engine == "vllm" and "rollout" in started_roles(config)
 
 
 def targets_of(config: Config) -> dict[str, str]:

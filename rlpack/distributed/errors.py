@@ -6,7 +6,7 @@ from typing import NamedTuple
 DRIVER = "driver"
 # Digits of a node's id in messages, enough to find it in Ray's lists.
 _ID_DIGITS = 12
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class PlacementError(ValueError):

@@ -105,8 +105,9 @@ def argument_problems(
     section: str = "rollout.vllm",
     own: Mapping[str, str] = OWN_ARGUMENTS,
     of_server: bool = False,
+    is_installed: bool = True,
 ) -> Iterator[str]:
-    """Yield what is wrong with arguments that a user passes to vLLM; vLLM has to be installed.
+    """Yield what is wrong with arguments that a user passes to vLLM.
 
     Args:
         arguments: by vLLM's names.
@@ -114,15 +115,16 @@ def argument_problems(
         section: where they come from, for messages.
         own: the arguments that rlpack sets, and what to set instead, "" for nothing.
         of_server: allow arguments of vLLM's server, too.
+        is_installed: whether vLLM is installed here, so that names that it doesn't have are found, too.
     """
-    known = argument_names(of_server=of_server) if arguments else frozenset()
+    known = argument_names(of_server=of_server) if arguments and is_installed else frozenset()
     for name in arguments:
         if name in own:
             way_out = f"set {own[name]} instead" if own[name] else "remove it"
             yield f"{section}.{name}: rlpack sets this argument of vLLM itself; {way_out}"
         elif name in UNUSABLE_ARGUMENTS and not of_server:
             yield f"{section}.{name}: {UNUSABLE_ARGUMENTS[name]}"
-        elif name not in known:
+        elif is_installed and name not in known:
             close = get_close_matches(name, known - own.keys(), n=1)
             hint = f"; did you mean {section}.{close[0]}?" if close else ""
             yield f"{section}.{name} is not an engine argument of the installed vLLM{hint or '; remove it'}"

@@ -7,7 +7,7 @@ import pytest
 import rlpack
 from rlpack.batch.errors import DataError
 from rlpack.cli import environment
-from rlpack.cli.environment import check_environment
+from rlpack.cli.environment import check_code, check_environment
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import (
@@ -218,6 +218,25 @@ def test_arguments_that_vllm_lacks_or_rlpack_sets_are_refused(tmp_path, monkeypa
     with_vllm(monkeypatch)
     check_environment(vllm_config(tmp_path, vllm={"swap_space": 3}), {})
     assert words in problem_of(vllm_config(tmp_path, vllm={name: 3}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"tensor_parallel_size": 2}, "rollout.vllm.tensor_parallel_size: rlpack sets this argument of vLLM itself"),
+        ({"gpu_memory_utilization": "90%"}, "it has to be a number above 0 and up to 1"),
+        ({"gpu_memory_utilization": None}, "it has to be a number above 0 and up to 1"),
+    ],
+)
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_dry_run_refuses_arguments_that_no_version_of_vllm_takes(
+    tmp_path, monkeypatch, arguments, problem, is_installed
+):
+    with_vllm(monkeypatch, problem="" if is_installed else "the reason")
+    check_code(vllm_config(tmp_path, vllm={"of_some_version": 3}), {})
+    with pytest.raises(ConfigError, match=problem) as error:
+        check_code(vllm_config(tmp_path, vllm=arguments), {})
+    assert len(error.value.problems) == 1
 
 
 def test_vllm_is_asked_for_only_where_it_runs(tmp_path, monkeypatch):

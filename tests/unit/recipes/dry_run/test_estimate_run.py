@@ -123,7 +123,7 @@ def test_virtual_stages_are_shown_with_the_layout(capsys: pytest.CaptureFixture[
     model = Model(config=TINY | {"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 4})
     assert main(config(actor=actor, model=model), None, print)
     out = capsys.readouterr().out
-    assert "actor: 2 ranks (pp 2 × vpp 2); " in out
+    assert "actor: 2 ranks (pp 2, vpp 2); " in out
     # Hidden states and gradients that stages send each other are neither weights nor their gradients.
     weights, gradients = map(float, re.findall(r"^(?:weights|gradients) +(\S+) kB", out, re.MULTILINE))
     assert gradients == pytest.approx(weights, rel=0.01)
@@ -195,7 +195,7 @@ def test_what_does_not_fit_names_keys_that_help(capsys: pytest.CaptureFixture[st
 def test_if_no_change_is_enough_the_best_ones_are_named():
     def run(size: int) -> RunMemory:
         kept = ModelMemory(size, 0, 0, {"weights": size}, {"weights": size}, 0, 0)
-        pool = PoolMemory("main", 2, on_gpu=True, limit=2 * 10**9, roles={"actor": RoleMemory(kept)}, engine=None)
+        pool = PoolMemory("main", 2, gpus_per_rank=1.0, limit=2 * 10**9, roles={"actor": RoleMemory(kept)}, engine=None)
         return RunMemory((pool,), store=0, host_limit=None)
 
     assert verdict(run(5 * 10**9)) == "it does not fit: pool main needs 6 GB of each GPU, which has 2 GB"
@@ -205,6 +205,29 @@ def test_if_no_change_is_enough_the_best_ones_are_named():
         "  a.b=1  (4 GB of a GPU)",
         "  actor.precision=bf16  (5 GB of a GPU)",
     ]
+
+
+def test_ranks_without_rows_and_the_gpus_of_an_engine_are_counted(capsys: pytest.CaptureFixture[str]):
+    pools = {"main": Pool(ranks=4, gpus_per_rank=1.0), "engines": Pool(ranks=3, gpus_per_rank=2.0)}
+    placement = Placement(pools=pools, roles={"rollout": "engines"})
+    trainer = Trainer(prompts_per_step=8, group_size=1, mini_batch_size=2)
+    main(
+        config("grpo", placement=placement, trainer=trainer, rollout=Rollout(engine="vllm", max_new_tokens=8)),
+        80,
+        print,
+    )
+    shown = capsys.readouterr().out
+    assert "1 microbatch per rank (8 of 16 in all are empty: 2 rows for 4 data ranks), " in shown
+    assert "pool main: 4 ranks, a GPU each; on the rank that takes most" in shown
+    assert "pool engines: 3 ranks, 2 GPUs each, 6 in all; on the GPU that takes most" in shown
+
+
+def test_only_keys_of_the_engine_are_tried_where_its_share_alone_is_too_small(capsys: pytest.CaptureFixture[str]):
+    rollout = Rollout(engine="vllm", max_new_tokens=8, vllm={"gpu_memory_utilization": 1e-6}, dtype="fp32")
+    assert not main(config("grpo", placement=gpus(2), rollout=rollout), 80, print)
+    found = capsys.readouterr().out.partition("each of these changes makes it fit:\n")[2]
+    keys = [line.split("=")[0].strip() for line in found.splitlines()]
+    assert keys == ["rollout.vllm.gpu_memory_utilization"]  # no key of the actor
 
 
 def test_ranks_on_cpus_share_the_memory_of_the_machine(capsys: pytest.CaptureFixture[str]):
@@ -393,7 +416,7 @@ def test_the_copy_for_asynchronous_checkpoints_counts():
     )
     model = plain.roles["actor"].model
     assert copied.peak - plain.peak == model.weights + model.optimizer
-    after = [replace(pool, on_gpu=True).host_after_start for pool in (plain, copied)]
+    after = [replace(pool, gpus_per_rank=1.0).host_after_start for pool in (plain, copied)]
     assert after[1] - after[0] == model.weights + model.optimizer
 
 

@@ -267,7 +267,7 @@ def test_a_whole_model_is_in_the_host_memory_of_every_rank_as_it_starts():
         "reference": RoleMemory(model_of(0), start=280 * GB),
     }
     engine = EngineMemory(14 * GB, 26 * GB, host=14 * GB, sleeps=True)
-    pool = PoolMemory("main", 2, on_gpu=True, limit=None, roles=roles, engine=engine)
+    pool = PoolMemory("main", 2, gpus_per_rank=1.0, limit=None, roles=roles, engine=engine)
     assert pool.host == PROCESS + 14 * GB + 280 * GB
     (problem,) = RunMemory((pool,), store=GB, host_limit=500 * GB).problems()
     assert problem == (
@@ -287,12 +287,14 @@ def test_moments_are_not_in_host_memory_before_the_first_step():
         ({"reference": reference}, 30 * GB),  # at its start, before its own weights are offloaded
         ({"actor": actor, "reference": reference}, 50 * GB),  # later, against 10 + 30 at the start
     ):
-        assert PoolMemory("main", 2, on_gpu=True, limit=None, roles=roles, engine=None).host == PROCESS + host
+        assert PoolMemory("main", 2, gpus_per_rank=1.0, limit=None, roles=roles, engine=None).host == PROCESS + host
 
 
 def test_pools_start_one_after_another():
     first, second = (
-        PoolMemory(name, 2, on_gpu=True, limit=None, roles={name: RoleMemory(model_of(0), start=size)}, engine=None)
+        PoolMemory(
+            name, 2, gpus_per_rank=1.0, limit=None, roles={name: RoleMemory(model_of(0), start=size)}, engine=None
+        )
         for name, size in (("actor", 30 * GB), ("critic", 50 * GB))
     )
     assert RunMemory((first, second), store=0, host_limit=None).host == 4 * PROCESS + 2 * 50 * GB
@@ -300,7 +302,7 @@ def test_pools_start_one_after_another():
 
 def test_ranks_on_cpus_have_their_models_in_one_memory():
     role = RoleMemory(model_of(10 * GB), start=30 * GB)
-    pool = PoolMemory("main", 2, on_gpu=False, limit=None, roles={"reference": role}, engine=None)
+    pool = PoolMemory("main", 2, gpus_per_rank=0.0, limit=None, roles={"reference": role}, engine=None)
     assert pool.host == pool.peak == PROCESS + 40 * GB
 
 
