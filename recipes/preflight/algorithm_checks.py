@@ -39,19 +39,24 @@ def check_algorithm(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    """Call the loss on two rows to check its bounds and its result."""
+    """Call the loss on two rows to check its bounds, its result, and that it has a gradient."""
     settings = config.algorithm
     # The numbers of rows, of response tokens and of tokens differ, so no result of another shape passes for [T].
     column, mask = torch.zeros(5), torch.tensor([False, True, True, False, True])
-    tokens = PolicyTokens(column, column, column, mask, torch.tensor([3, 2]))
+    tokens = PolicyTokens(torch.zeros(5, requires_grad=True), column, column, mask, torch.tensor([3, 2]))
     loss = PolicyGradientLoss(settings, temperature=config.rollout.temperature)
     try:
-        loss.evaluate(tokens)
+        result = loss.evaluate(tokens)
     except AlgorithmError:
         raise
     except Exception as error:  # the function may be a user's
         reason = f"whose call with five tokens failed: {describe_exception(error)}"
         raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
+    if not result.token_losses.requires_grad:  # a KL term would still have one, and train without the loss
+        raise AlgorithmError(
+            f"algorithm.loss is {settings.loss!r}, whose token_losses have no gradient; compute them from "
+            "tokens.logprobs or tokens.ratio without detach() and torch.no_grad()"
+        )
 
 
 def _check_advantage(config: Config) -> None:

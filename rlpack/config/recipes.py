@@ -36,6 +36,7 @@ EVALUATE_TARGET = f"{BUILTIN_PACKAGE}.evaluate.evaluate_model"
 _FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"
+_SECTION = "rlpack.config.sections.section.Section"
 _YAML_TYPES = "numbers, strings, lists, tuples, enums, paths and dicts with string keys"
 _PLACES = "in the current directory or on Python's path"
 # Names that Hydra reads at the top of a config; those of pydantic are attributes of `Config`.
@@ -238,7 +239,7 @@ def load_main(target: str) -> Callable[[Config], None]:
 
 
 def _check_runs_when_called(target: str, main: Callable) -> None:
-    """Raise if calling a recipe's `main` would only return an object, so that the command ends without a run."""
+    """Raise if a recipe's `main` can't be called, or would only return an object and end the command without a run."""
     kinds = {
         "a coroutine function (async def)": inspect.iscoroutinefunction,
         "a generator function (it contains yield)": inspect.isgeneratorfunction,
@@ -248,6 +249,11 @@ def _check_runs_when_called(target: str, main: Callable) -> None:
         if is_kind(main):
             what = f"whose main is {kind}, so calling it would run nothing"
             raise ConfigError([f"recipe.target is {target!r}, {what}; write main(config) as a plain function"])
+    try:
+        inspect.signature(main).bind(None)
+    except TypeError as error:
+        what = f"but main can't be called with the config: {error}"
+        raise ConfigError([f"recipe.target is {target!r}, {what}; write main(config)"]) from error
 
 
 class _RecipeConfig(Config):
@@ -320,7 +326,8 @@ def _section_problems(target: str, sections: Mapping[str, type[Section]]) -> Ite
     for name, section in sections.items():
         where = f"recipe.target is {target!r}, whose section {name!r}"
         if not (inspect.isclass(section) and issubclass(section, Section)):
-            yield f"{where} is {section!r}; derive it from rlpack.config.sections.section.Section"
+            way_out = "give the class" if isinstance(section, Section) else f"derive it from {_SECTION}"
+            yield f"{where} is {section!r}; {way_out}"
         elif name in _RESERVED or (name in dir(Config) and name not in Config.model_fields):
             yield f"{where} can't have this name, which Hydra or pydantic reads; choose another name"
         elif name in Config.model_fields or not name.isidentifier() or name.startswith("_"):

@@ -27,6 +27,7 @@ from rlpack.batch.offload import OffloadedBatch, offload
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
+from rlpack.distributed.failures import place_in_user_code
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
@@ -265,7 +266,10 @@ def load_class(target: str) -> type[Any]:
         raise PlacementError(f"role target {target!r} is not of the form package.module:Class")
     try:
         module = import_user_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):  # something that the module imports
+            reason = f"{describe_exception(error)}{place_in_user_code(''.join(traceback.format_exception(error)))}"
+            raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
         raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
     except Exception as error:  # importing a user's module may raise anything
         reason = describe_exception(error)

@@ -26,8 +26,10 @@ _MAX_TEXT = 2000
 _MAX_CAUSES = 20  # of one exception, whose chain may have a cycle
 _REFUSED = (
     "; reward functions run in rlpack's sandbox: it hides credentials, the run's directory and other processes, and "
-    "refuses writes outside $TMPDIR and, with reward.sandbox=strict, the network; write below $TMPDIR"
+    "refuses writes outside $TMPDIR, more processes than reward.subprocesses and, with reward.sandbox=strict, the "
+    "network; write below $TMPDIR, and set reward.subprocesses to start programs"
 )
+_MEMORY = "; a reward process may take reward.memory_gb of address space; use less, or raise it"
 _PRIVATE = (
     "; the working directory and HOME of reward functions are a private directory; build the paths of your files from "
     "__file__"
@@ -218,6 +220,8 @@ def _hint(error: BaseException) -> str:
     """Return what to do about an exception that is most likely due to the sandbox, else ""."""
     if _cause(error, PermissionError) is not None:
         return _REFUSED
+    if _cause(error, MemoryError) is not None:
+        return _MEMORY
     missing = _cause(error, FileNotFoundError)
     return _PRIVATE if missing is not None and _is_looked_for_here(missing.filename) else ""
 

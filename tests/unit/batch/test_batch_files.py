@@ -58,7 +58,7 @@ def test_responses_to_a_prompt_share_its_entries_again_once_they_are_read(tmp_pa
     read = read_batch(tmp_path / "batch")
     assert (read["answer"], read["uid"], repr(read["passed"])) == (batch["answer"], batch["uid"], repr(batch["passed"]))
     assert len({id(entry) for entry in read["answer"]}) == len({id(entry) for entry in read["uid"]}) == 2
-    # Each is put away once, as in the run.
+    # Each takes its room once, as in the run.
     assert len(pickle.dumps(read["answer"])) < 2 * 10_000 + 1000
 
 

@@ -417,6 +417,11 @@ def test_a_config_with_its_section_crosses_processes(own):
         (RECIPE.replace("def main", "def run"), "has no function main; a recipe is"),
         (RECIPE.replace('"my_section": Mine', '"trainer": Mine'), "whose section 'trainer' can't have this name"),
         (RECIPE.replace('"my_section": Mine', '"my_section": dict'), "derive it from rlpack.config.sections.section"),
+        (RECIPE.replace('"my_section": Mine', '"my_section": Mine()'), "Mine(key=1); give the class"),
+        (
+            RECIPE.replace("def main(config)", "def main()"),
+            "main can't be called with the config: too many positional arguments; write main(config)",
+        ),
         (RECIPE.replace("default=1, ge=0, ", ""), "has no valid default for key; give every key one"),
         ("1 / 0", "importing it failed: ZeroDivisionError: division by zero"),
         (RECIPE + "raise SystemExit(main)", "importing it failed: SystemExit: <function main"),

@@ -41,6 +41,17 @@ def test_a_loss_of_another_shape_than_its_tokens_is_refused(shape: str) -> None:
         check_algorithm(tiny_config(algorithm=loss))
 
 
+def loss_without_gradient(tokens: PolicyTokens) -> PolicyLoss:
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss.of(tokens, (-tokens.ratio * tokens.advantages).detach(), tokens.ratio, none, none)
+
+
+def test_a_loss_without_a_gradient_is_refused_even_next_to_a_kl_term() -> None:
+    loss = Algorithm(loss=f"{__name__}:loss_without_gradient", kl_coef=0.1)
+    with pytest.raises(AlgorithmError, match=r"loss_without_gradient', whose token_losses have no gradient; compute"):
+        check_algorithm(tiny_config(algorithm=loss))
+
+
 def of_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return torch.stack([rewards[group_ids == group].mean() for group in group_ids.unique()])
 
