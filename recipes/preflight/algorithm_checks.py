@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -57,6 +58,29 @@ def _check_loss(config: Config) -> None:
             f"algorithm.loss is {settings.loss!r}, whose token_losses have no gradient; compute them from "
             "tokens.logprobs or tokens.ratio without detach() and torch.no_grad()"
         )
+    with suppress(Exception):  # the example values may not suit the function
+        if _mixes_rows(loss):
+            logger.warning(
+                "algorithm.loss %s: the loss of a row changes with the other rows in its microbatch, so training "
+                "depends on batching; compute it from the tokens of its row alone, or decorate the function with "
+                "rlpack.algorithms.statistics.needs_statistics", settings.loss,
+            )  # fmt: skip
+
+
+def _mixes_rows(loss: PolicyGradientLoss) -> bool:
+    """Return whether the losses of two example rows differ if each is alone, with the same statistics of the step."""
+    old = torch.tensor([-1.0, -1.5, -0.5, -2.0, -0.7])
+    new = (old + torch.tensor([0.0, 0.1, -0.05, 0.02, -0.1])).requires_grad_()
+    advantages, mask = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]), torch.tensor([False, True, True, False, True])
+
+    def tokens(start: int, *lengths: int) -> PolicyTokens:
+        columns = (column[start : start + sum(lengths)] for column in (new, old, advantages, mask))
+        return PolicyTokens(*columns, torch.tensor(lengths))
+
+    both = tokens(0, 3, 2)
+    statistics = loss.statistics([both]) if loss.needs_statistics else None
+    together, *alone = (loss.evaluate(part, statistics).token_losses for part in (both, tokens(0, 3), tokens(3, 2)))
+    return not torch.allclose(together, torch.cat(alone), rtol=1e-4, atol=1e-6)
 
 
 def _check_advantage(config: Config) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.algorithms.registry import LOSSES
+from rlpack.algorithms.statistics import needs_statistics
 from rlpack.config.roles import builtin_roles
 from rlpack.config.schema import Algorithm, Reward, RewardFunction, Role, Trainer
 from rlpack.recipes.preflight.algorithm_checks import check_algorithm
@@ -50,6 +52,32 @@ def test_a_loss_without_a_gradient_is_refused_even_next_to_a_kl_term() -> None:
     loss = Algorithm(loss=f"{__name__}:loss_without_gradient", kl_coef=0.1)
     with pytest.raises(AlgorithmError, match=r"loss_without_gradient', whose token_losses have no gradient; compute"):
         check_algorithm(tiny_config(algorithm=loss))
+
+
+def loss_of_centered_advantages(tokens: PolicyTokens) -> PolicyLoss:
+    none, centered = torch.zeros_like(tokens.mask), tokens.advantages - tokens.advantages.mean()
+    return PolicyLoss.of(tokens, -tokens.ratio * centered, tokens.ratio, none, none)
+
+
+@needs_statistics(lambda tokens: {"mean": tokens.advantages.mean().item()})
+def loss_of_advantages_centered_by_the_step(tokens: PolicyTokens, *, statistics: dict[str, float]) -> PolicyLoss:
+    none, centered = torch.zeros_like(tokens.mask), tokens.advantages - statistics["mean"]
+    return PolicyLoss.of(tokens, -tokens.ratio * centered, tokens.ratio, none, none)
+
+
+@pytest.mark.parametrize(
+    ("loss", "mixes"),
+    [
+        (f"{__name__}:loss_of_centered_advantages", True),
+        (f"{__name__}:loss_of_advantages_centered_by_the_step", False),
+        *((name, False) for name in LOSSES),
+    ],
+)
+def test_a_loss_that_depends_on_other_rows_of_its_microbatch_is_a_warning(
+    loss: str, mixes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_algorithm(tiny_config(algorithm=Algorithm(loss=loss)))
+    assert ("the loss of a row changes with the other rows in its microbatch" in caplog.text) == mixes
 
 
 def of_group(rewards: Tensor, group_ids: Tensor) -> Tensor:
