@@ -106,7 +106,7 @@ class RewardScorer:
         inputs = {name: columns[name] for name in columns if name in used}
         results = self._pool.run(inputs, num_rows, self._failure_rate.allowed(num_rows))
         rewards = combine_rewards(results, self._weights, self._count_output())
-        first_failure = self._describe_first_failure(results)
+        first_failure = self._describe_first_failure(results, columns.get("uid"))
         self._warn_of_quarantine(rewards.rows, rewards.counts, first_failure)
         output = self._pool.output[-_SHOWN_OUTPUT:] if first_failure else ""
         self._failure_rate.record(rewards.rows, first_failure + (f"; functions wrote: …{output}" if output else ""))
@@ -132,12 +132,20 @@ class RewardScorer:
                 "None), or set reward.max_failures=1 to go on anyway"
             )
 
-    def _describe_first_failure(self, results: Mapping[str, Sequence[RewardResult]]) -> str:
-        """Describe the first failure, with the function's name; skipped rows come last."""
+    def _describe_first_failure(
+        self, results: Mapping[str, Sequence[RewardResult]], prompts: Sequence[Any] | None
+    ) -> str:
+        """Describe the first failure, with the names of function and prompt; skipped rows come last.
+
+        Args:
+            results: of each function, B entries.
+            prompts: ids of the prompts, B entries; None if they have none.
+        """
         failures = [(name, row, r) for name, rows in results.items() for row, r in enumerate(rows) if r.failed]
         for name, row, result in sorted(failures, key=lambda failure: failure[2].detail.endswith(SKIPPED)):
             detail = f" ({result.detail})" if result.detail else ""
-            return f"{self._functions[name].target} on row {row}: {result.problem}{detail}"
+            prompt = "" if prompts is None else f" (prompt {prompts[row]})"
+            return f"{self._functions[name].target} on row {row}{prompt}: {result.problem}{detail}"
         return ""
 
     def _warn_of_quarantine(self, rows: Sequence[RewardResult], counts: Mapping[str, int], first_failure: str) -> None:

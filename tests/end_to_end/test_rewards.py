@@ -115,4 +115,4 @@ def test_a_function_that_always_fails_ends_the_run_with_one_error_before_the_fir
     assert records(run.run_dir) == []
     told = "role reward, rank 0, in score: on 16 demonstrations, tried before the first step: TooManyFailuresError"
     assert told in run.err
-    assert re.search(r"odd_rewards:broken on row \d+: error \(KeyError: 'no such column' \(", run.err)
+    assert re.search(r"odd_rewards:broken on row \d+ \(prompt \S+\): error \(KeyError: 'no such column' \(", run.err)

@@ -146,6 +146,12 @@ def test_the_warning_of_quarantined_rows_has_the_first_failure_and_not_a_skipped
     assert "finite" not in record.getMessage()
 
 
+def test_a_failure_names_the_prompt_of_its_row(scorers, caplog):
+    columns = {"prompt": ["p"] * 2, "completion": ["1.0", "no JSON"], "uid": ["train-3", "train-8"]}
+    scorers("broken", max_failures=0.9, processes=1).score(columns, 2)
+    assert "samples:broken on row 1 (prompt train-8): error (JSONDecodeError: " in caplog.text
+
+
 def test_what_failing_functions_print_is_in_the_error_even_if_their_processes_are_gone(scorers):
     with pytest.raises(TooManyFailuresError, match=r"no reward.*; functions wrote: ….*saw .*fast"):
         score(scorers("talks_and_fails", max_failures=0.1, processes=2, rows_per_call=1), *["fast"] * 64)
