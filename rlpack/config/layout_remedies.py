@@ -12,7 +12,7 @@ from rlpack.config.compile_rules import compile_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.layout_sizes import SIZES, layout_fits, with_sizes
 from rlpack.config.model_sizes import model_fits
-from rlpack.config.roles import WITH_LAYOUTS, pool_of, role_parallel, started_roles
+from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.token_budgets import batchings, holds, roles_over_budget
 
@@ -105,8 +105,9 @@ def _with_more_ranks(
 def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> str | None:
     """Return overrides with a small cp that lets a sequence fit the token budget; None if none is found.
 
-    Sizes that divide the ranks of the pool come first, then sizes up to 64 with more ranks. Where the heads of the
-    model don't divide, the overrides also change `cp_method`.
+    Sizes that divide the ranks of the pool come first, then sizes up to 64 with more ranks; on GPUs, multiples of the
+    present ranks before others, because nodes have as many GPUs. Where the heads of the model don't divide, the
+    overrides also change `cp_method`.
 
     Args:
         config: the whole configuration.
@@ -123,8 +124,8 @@ def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> 
     within_pool = remedy(config, role, _shared_by(_divisors(pool_ranks(config, role))), accepts)
     if within_pool is not None:
         return within_pool
-    refused = _refused(config)
-    for change in _shared_by(range(2, _MOST_CP + 1)):
+    refused, nodes = _refused(config), pool_ranks(config, role) if gpus_per_rank(config, role) else 1
+    for change in _shared_by(sorted(range(2, _MOST_CP + 1), key=lambda cp: cp % nodes > 0)):
         for ranks in _with_more_ranks(with_sizes(config, role, **change), role, refused, accepts):
             return f"{overrides(role, change)} {ranks}"
     return None

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from rlpack.config.errors import ConfigError
@@ -161,6 +163,10 @@ def test_ranks_that_share_tokens_share_the_token_budget():
     assert "actor.parallel.cp=4" in text
     text = problems(batching={"max_tokens": 100}, **rollout)
     assert "share it among ranks by actor.parallel.cp=8 placement.pools.main.ranks=8" in text
+    for gpus, cp in ((0, 6), (1, 8)):  # on GPUs, whole nodes of four
+        placement = {"pools": {"main": {"ranks": 4, "gpus_per_rank": gpus}}}
+        text = problems(batching={"max_tokens": 150}, placement=placement, **rollout)
+        assert re.search(rf"actor\.parallel\.cp={cp} .*placement\.pools\.main\.ranks={cp}, lower", text)
     text = problems(batching={"max_tokens": 10}, **rollout)
     assert " or more, lower one of the two" in text  # more than 64 ranks would be needed
 
