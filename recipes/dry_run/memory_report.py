@@ -68,10 +68,9 @@ def memory_lines(memory: RunMemory) -> Iterator[str]:
     """Yield the tables of all pools, and the sums."""
     for pool in memory.pools:
         yield ""
-        what = "GPU" if pool.on_gpu and pool.gpus_per_rank > 1 else "rank"
         yield (
-            f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {_devices(pool)}; on the {what} that takes "
-            "most"
+            f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {_devices(pool)}; on the {_unit(pool)} that "
+            "takes most"
         )
         yield from _pool_lines(pool)
     yield ""
@@ -94,6 +93,11 @@ def _devices(pool: PoolMemory) -> str:
     return f"{pool.gpus_per_rank:g} GPUs each, {pool.ranks * pool.gpus_per_rank:g} in all"
 
 
+def _unit(pool: PoolMemory) -> str:
+    """Return what the sizes of a pool are those of."""
+    return "GPU" if pool.gpus_per_rank > 1 else "rank"
+
+
 def _pool_lines(pool: PoolMemory) -> Iterator[str]:
     if pool.roles:
         yield table(["", *pool.roles], list(_rows(pool)))
@@ -105,8 +109,8 @@ def _pool_lines(pool: PoolMemory) -> Iterator[str]:
     what = "CUDA context and libraries" if pool.on_gpu else "Python and its libraries"
     limit = f" (limit {in_units(pool.limit)})" if pool.on_gpu and pool.limit is not None else ""
     yield (
-        f"each rank: {in_units(pool.kept)} at all times, {in_units(pool.peak)} at the peak{limit}, including {outside} "
-        f"assumed for {what}"
+        f"each {_unit(pool)}: {in_units(pool.kept)} at all times, {in_units(pool.peak)} at the peak{limit}, including "
+        f"{outside} assumed for {what}"
     )
     if pool.on_gpu:
         whole = f", with up to {in_units(pool.whole)} for a whole model as a role starts" if pool.whole else ""

@@ -250,7 +250,7 @@ def _check_runs_when_called(target: str, main: Callable) -> None:
             what = f"whose main is {kind}, so calling it would run nothing"
             raise ConfigError([f"recipe.target is {target!r}, {what}; write main(config) as a plain function"])
     try:
-        inspect.signature(main).bind(None)
+        inspect.signature(main, follow_wrapped=False).bind(None)  # decorators may supply arguments
     except TypeError as error:
         what = f"but main can't be called with the config: {error}"
         raise ConfigError([f"recipe.target is {target!r}, {what}; write main(config)"]) from error

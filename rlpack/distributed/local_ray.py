@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ _POLL_S = 0.05
 _ANSWER_S = 5.0
 # Time after a start's deadline at which the script ends it, if no thread of this process could.
 _STUCK_S = 15.0
-# A daemon may end on a machine that stalls, or because another program took the agent's port.
+# A daemon may end on a machine that stalls.
 _ATTEMPTS = 3
 _PORT_POLL_MS = 500
 # Ray's own log files of a start take about 100 kB.
@@ -158,7 +158,7 @@ def _replacements(
     """
     node, services, utils = map(private_module, ("node", "services", "utils"))
     node_class = find("_private.node", "Node")
-    yield services, "start_ray_process", partial(_with_options, ranks=ranks)
+    yield services, "start_ray_process", partial(_with_options, ranks=ranks, daemons=daemons)
     yield services, "get_node", partial(_patient, nodes=nodes, timeout_s=timeout_s, deadline=deadline)
     yield node_class, "start_head_processes", partial(_noting, nodes=nodes)
     yield node, "wait_for_persisted_port", partial(_while_gcs_runs, nodes=nodes)
@@ -177,7 +177,7 @@ def _replacements(
     yield utils, "get_dashboard_dependency_error", lambda check: lambda: ImportError("a local run has no dashboard")
 
 
-def _with_options(start_process: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+def _with_options(start_process: Callable[..., Any], ranks: int, daemons: RayDaemons) -> Callable[..., Any]:
     """Return Ray's `start_ray_process`, which starts the raylet with other options.
 
     One worker per rank waits for work, where Ray would start one per core, and the raylet waits for neither agent.
@@ -188,19 +188,28 @@ def _with_options(start_process: Callable[..., Any], ranks: int) -> Callable[...
             others = [word for word in command if not word.startswith((_WAITING_WORKERS, *_UNUSED_PORTS))]
             ports = [f"{flag}{_NO_PORT}" for flag in _UNUSED_PORTS]
             command = [*others, f"{_WAITING_WORKERS}{ranks}", *ports, _OPTIONAL]
-            agent_port = str(_free_port())
+            agent_port = str(_reserved_port(daemons))
             command = [_ANY_AGENT_PORT.sub(agent_port, word) for word in command]
         return start_process(command, *args, **options)
 
     return start
 
 
-def _free_port() -> int:
-    """Return a free port for an agent; 0, for any, if none of those tried is free."""
+def _reserved_port(daemons: RayDaemons) -> int:
+    """Return a free port that no other run takes, for an agent; 0, for any, if none of those tried is free.
+
+    A socket stays bound to it while the run's Ray runs. The agent, whose socket has SO_REUSEADDR, can bind to it, too.
+    """
     for port in random.SystemRandom().sample(_AGENT_PORTS, _PORTS_TRIED):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((_LOOPBACK, port))
-            return port
+        holder = socket.socket()
+        try:
+            holder.bind((_LOOPBACK, port))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # afterwards: another run's attempt fails
+        daemons.hold(holder)
+        return port
     return 0
 
 

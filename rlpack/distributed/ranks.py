@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -48,6 +49,7 @@ class RayRanks(RestartablePool):
         super().__init__(*arguments, **named)
         self._usage = UsageLog()
         self._background_ends: dict[tuple[str, int], float] = {}  # the last, by role and rank
+        self._num_loading = 0  # relays and loads under way
         self._row_sources = [
             RowSource(partial(self._actor, rank), partial(self._copy_rows, rank)) for rank in range(self.num_ranks)
         ]
@@ -132,7 +134,7 @@ class RayRanks(RestartablePool):
         results: dict[int, OffloadedBatch] = {}
         while waiting := [one.rank for one in submitted.calls if one.rank not in results]:
             # Every other call of a rank would wait for the ranks' waits, of which there may be one per background call.
-            wait_s = 0.0 if self._submitted.has_others(submitted) else _RESULT_S
+            wait_s = 0.0 if self._num_loading or self._submitted.has_others(submitted) else _RESULT_S
             refs = [submitted.actors[rank].result.remote(submitted.call_id, wait_s) for rank in waiting]
             asked = rank_calls(refs, call.role, call.method, ranks=waiting)
             found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
@@ -260,7 +262,8 @@ class RayRanks(RestartablePool):
         while True:
             num_starts = target.num_starts
             try:
-                return self._relay_once(relays, target, kept)
+                with self._loading(), target._loading():
+                    return self._relay_once(relays, target, kept)
             except LostRanksError as lost:
                 if self in lost.pools:
                     self.kill(lost.error)
@@ -273,11 +276,23 @@ class RayRanks(RestartablePool):
         while True:
             num_starts, results = self.num_starts, list[Any]()
             try:
-                for value, relay in zip(values, relays, strict=True):
-                    results = self._wait(self._load(value, relay), self._call_s)
+                with self._loading():
+                    for value, relay in zip(values, relays, strict=True):
+                        results = self._wait(self._load(value, relay), self._call_s)
                 return results
             except LostRanksError as lost:
                 self._start_again(lost, num_starts)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Count a relay or a load as under way in this block."""
+        with self._submitting:
+            self._num_loading += 1
+        try:
+            yield
+        finally:
+            with self._submitting:
+                self._num_loading -= 1
 
     def _relay_once(self, relays: Sequence[Relay], target: "RayRanks", kept: list[Any] | None) -> list[Any]:
         """Pass values to all ranks of `target`, and return the results of the last load."""

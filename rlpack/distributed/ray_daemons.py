@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -40,6 +41,7 @@ class RayDaemons(RayWatch):
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._watched: dict[str, subprocess.Popen[bytes]] = {}
         self._stopped: Counter[str] = Counter()  # consecutive polls that found it stopped
+        self._held: list[socket.socket] = []
         self._reaper: subprocess.Popen[bytes] | None = None
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", ray_reaper.__file__, str(os.getpid()), str(token.folder)]
@@ -61,6 +63,10 @@ class RayDaemons(RayWatch):
             return process
 
         return start
+
+    def hold(self, port: socket.socket) -> None:
+        """Keep a socket bound until the daemons are closed."""
+        self._held.append(port)
 
     def _tell(self, line: str) -> None:
         """Pass a line to the script."""
@@ -131,6 +137,8 @@ class RayDaemons(RayWatch):
         self.stop_watching()
         atexit.unregister(self.stop_watching)
         self.token.remove()
+        for port in self._held:
+            port.close()
         if self._reaper is None or self._reaper.stdin is None:
             return
         with suppress(OSError):

@@ -29,7 +29,7 @@ _REFUSED = (
     "refuses writes outside $TMPDIR, more processes than reward.subprocesses and, with reward.sandbox=strict, the "
     "network; write below $TMPDIR, and set reward.subprocesses to start programs"
 )
-_MEMORY = "; a reward process may take reward.memory_gb of address space; use less, or raise it"
+_MEMORY = "; a reward process may take reward.memory_gb of address space; use less memory, or raise reward.memory_gb"
 _PRIVATE = (
     "; the working directory and HOME of reward functions are a private directory; build the paths of your files from "
     "__file__"

@@ -402,6 +402,13 @@ def test_roles_warnings_and_optimizers_follow_from_its_spec(own):
     assert config_warnings(config) == ["my_section.key is large"]
 
 
+def test_a_decorator_may_supply_arguments_of_main(own):
+    decorator = "def main(config):\n    return wrapped(config, 1)\n\n\nmain.__wrapped__ = wrapped\n"
+    path = Path(own.replace(".", "/") + ".py")
+    path.write_text(RECIPE.replace("def main(config)", "def wrapped(config, tracker)") + "\n\n" + decorator)
+    assert compose([f"recipe.target={own}"]).recipe.target == own
+
+
 def test_a_config_with_its_section_crosses_processes(own):
     config = compose([f"recipe.target={own}", "my_section.key=4"])
     again = pickle.loads(pickle.dumps(config))

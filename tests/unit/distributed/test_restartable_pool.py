@@ -64,7 +64,7 @@ def pool_of(processes: Processes, *, is_restartable: bool = True) -> RayRanks:
     ranks._pool, ranks._store = cast(Any, processes), Mock(producer_of=lambda error: None)
     ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), [], SubmittedCalls()
     ranks._submitting, ranks._call_s, ranks._start_s, ranks._usage = threading.RLock(), 60.0, 60.0, UsageLog()
-    ranks._failure = FirstFailure()
+    ranks._failure, ranks._num_loading = FirstFailure(), 0
     return ranks
 
 
@@ -261,7 +261,7 @@ class Scorer:
         return "rows" if len(self.waits) == self.asks else None
 
 
-@pytest.mark.parametrize("others", ["none", "an engine's call", "another background call"])
+@pytest.mark.parametrize("others", ["none", "an engine's call", "another background call", "a relay"])
 def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
     monkeypatch: pytest.MonkeyPatch, others: str
 ):
@@ -272,7 +272,9 @@ def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
     monkeypatch.setattr(pool, "_wait", lambda asked, timeout_s: [one.answer for one in asked])
     score = SubmittedCall(Call("reward", "score", [()], {}, background=True), 1, actors=[scorer])
     score.calls = [call_of_rank(0, "reward")]
-    if others != "none":
+    if others == "a relay":
+        pool._num_loading = 1
+    elif others != "none":
         is_background = others == "another background call"
         other = SubmittedCall(Call("rollout", "advance", [()], {}, background=is_background), 2)
         other.calls = [call_of_rank(0)]

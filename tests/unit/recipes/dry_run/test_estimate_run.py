@@ -220,6 +220,7 @@ def test_ranks_without_rows_and_the_gpus_of_an_engine_are_counted(capsys: pytest
     assert "1 microbatch per rank (8 of 16 in all are empty: 2 rows for 4 data ranks), " in shown
     assert "pool main: 4 ranks, a GPU each; on the rank that takes most" in shown
     assert "pool engines: 3 ranks, 2 GPUs each, 6 in all; on the GPU that takes most" in shown
+    assert shown.count("each rank: ") == shown.count("each GPU: ") == 1
 
 
 def test_only_keys_of_the_engine_are_tried_where_its_share_alone_is_too_small(capsys: pytest.CaptureFixture[str]):

@@ -65,9 +65,30 @@ def loss_of_advantages_centered_by_the_step(tokens: PolicyTokens, *, statistics:
     return PolicyLoss.of(tokens, -tokens.ratio * centered, tokens.ratio, none, none)
 
 
+def random_loss(tokens: PolicyTokens) -> PolicyLoss:
+    none, losses = torch.zeros_like(tokens.mask), -tokens.ratio * tokens.advantages
+    return PolicyLoss.of(tokens, losses * torch.rand_like(losses), tokens.ratio, none, none)
+
+
+def loss_that_is_nan_for_rows_of_one_token(tokens: PolicyTokens) -> PolicyLoss:
+    none, losses = torch.zeros_like(tokens.mask), -tokens.ratio * tokens.advantages
+    stds = torch.stack([losses[(tokens.rows == row) & tokens.mask].std() for row in range(len(tokens.lengths))])
+    return PolicyLoss.of(tokens, losses / stds[tokens.rows], tokens.ratio, none, none)
+
+
+def loss_without_a_gradient_for_no_advantages(tokens: PolicyTokens) -> PolicyLoss:
+    none, losses = torch.zeros_like(tokens.mask), -tokens.ratio * tokens.advantages
+    is_needed = bool((tokens.advantages[tokens.mask] != 0).any())
+    return PolicyLoss.of(tokens, losses if is_needed else torch.zeros_like(losses), tokens.ratio, none, none)
+
+
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize(
     ("loss", "mixes"),
     [
+        (f"{__name__}:random_loss", False),
+        (f"{__name__}:loss_that_is_nan_for_rows_of_one_token", False),
+        (f"{__name__}:loss_without_a_gradient_for_no_advantages", False),
         (f"{__name__}:loss_of_centered_advantages", True),
         (f"{__name__}:loss_of_advantages_centered_by_the_step", False),
         *((name, False) for name in LOSSES),
