@@ -124,8 +124,8 @@ def cp_for(config: Config, role: str, tokens: int, *, forward: bool = False) -> 
     within_pool = remedy(config, role, _shared_by(_divisors(pool_ranks(config, role))), accepts)
     if within_pool is not None:
         return within_pool
-    refused, nodes = _refused(config), pool_ranks(config, role) if gpus_per_rank(config, role) else 1
-    for change in _shared_by(sorted(range(2, _MOST_CP + 1), key=lambda cp: cp % nodes > 0)):
+    refused, node_size = _refused(config), pool_ranks(config, role) if gpus_per_rank(config, role) else 1
+    for change in _shared_by(sorted(range(2, _MOST_CP + 1), key=lambda cp: cp % node_size > 0)):
         for ranks in _with_more_ranks(with_sizes(config, role, **change), role, refused, accepts):
             return f"{overrides(role, change)} {ranks}"
     return None
