@@ -106,11 +106,18 @@ class Evaluations:
         while under_way is not None and not under_way.call.wait(_LOOK_S):
             pass
 
-    def finish(self, access: EngineAccess) -> StepContext | None:
+    def finish(
+        self, access: EngineAccess, optimizer_steps: int, replace_engines: Callable[[], object]
+    ) -> StepContext | None:
         """Wait for the evaluation under way, and return its context to log; None if there is none.
 
+        Args:
+            access: the turns of generations and publications.
+            optimizer_steps: how many the actor has taken.
+            replace_engines: gives failed engines the actor's weights; called if the evaluation has lost all engines.
+
         Raises:
-            RoleError: it failed, or all of its engines failed and can no longer get the weights that it began with.
+            RoleError: it failed, or it lost all engines and the actor was trained since they got its weights.
             StalenessError: it has tokens of other weights.
         """
         under_way = self._under_way
@@ -119,8 +126,11 @@ class Evaluations:
         try:
             with under_way.context.lease.awaited():
                 while not under_way.call.wait(_LOOK_S):
-                    if self._lost_at == access.epoch:
+                    has_none = self._lost_at == access.epoch
+                    if has_none and access.optimizer_steps != optimizer_steps:
                         raise weights_are_gone()
+                    if has_none:
+                        replace_engines()
             under_way.call.outcome()
         except BaseException:
             self.is_due = True

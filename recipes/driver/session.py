@@ -264,11 +264,11 @@ class Session:
         engine_restarts.replace_failed_engines(self.rollout, self.engine_access)
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
-    def renew_engines(self, generation: int, none_is_left: bool) -> bool:
-        """Replace the engines that failed, for a generation; return whether that was possible at this moment.
+    def renew_engines(self, generation: int | None, none_is_left: bool) -> bool:
+        """Replace the engines that failed, for a generation or all; return whether that was possible at this moment.
 
-        A generation in another thread waits for the main thread, whose actor may have other weights; with kept
-        ones, it waits only while an engine is left.
+        Generations in other threads wait for the main thread, whose actor may have other weights; with kept ones, only
+        while an engine is left.
 
         Raises:
             RoleError: see `replace_engines`; or none is left, and the weights of the generation are gone.
@@ -329,8 +329,7 @@ class Session:
     def _save_if_due(self, is_last: bool) -> bool:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
-        Return whether one was written. After the last step and after Ctrl-C it is written synchronously. After Ctrl-C
-        the run ends once it is written.
+        Return whether one was written: synchronously after the last step and after Ctrl-C, which then ends the run.
         """
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()
@@ -395,6 +394,7 @@ class Session:
         Raises:
             RoleError: it failed.
         """
-        step = self.evaluations.finish(self.engine_access)
+        taken = (self.step or self).progress.optimizer_steps
+        step = self.evaluations.finish(self.engine_access, taken, partial(self.renew_engines, None, True))
         if step is not None:
             self._log(step, "evaluation")

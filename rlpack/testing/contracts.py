@@ -44,7 +44,6 @@ from rlpack.user_code import UserCode, describe_exception
 _PRIMES = (2, 3, 5, 7, 11, 13)
 # For errors that say the fix themselves.
 _SAID = ""
-_READS = "correct reads= of its @sharded(...), or give check_role a batch that has the column"
 
 
 def check_role(
@@ -202,7 +201,7 @@ def broken(contract: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except MissingColumnError as error:  # of the driver: one of the role itself is the cause of a RoleError
-        raise ContractError(contract, str(error), _READS) from error
+        raise ContractError(contract, str(error), _SAID) from error
     except (RoleError, DataError) as error:
         raise ContractError(contract, str(error), remedy) from error
 

@@ -106,7 +106,7 @@ def test_an_evaluation_that_loses_its_engines_at_once_fails_and_does_not_wait_fo
     threading.Timer(5.0, may_end.set).start()
     every.begin(("train", 1), context, lose)
     with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone"):
-        every.finish(access)
+        every.finish(access, 1, lambda: None)
 
 
 def session_with_lead(folder: Path, *, steps: int, lead: int = 1, every: int = 1) -> SavingSession:
@@ -329,7 +329,8 @@ def test_an_evaluation_that_may_call_other_roles_is_waited_for(tmp_path: Path):
     assert set(engines.evaluated_on.values()) == {"MainThread"}
 
 
-def test_an_evaluation_whose_engines_all_fail_ends_the_run_once_their_weights_are_gone(tmp_path: Path):
+@pytest.mark.parametrize("trains", [True, False], ids=["actor trains", "critic's warm-up"])
+def test_an_evaluation_whose_engines_all_fail_ends_the_run_if_their_weights_are_gone(tmp_path: Path, trains: bool):
     session = started(tmp_path, steps=6, lead=1, delay_s=1e-4)
     session.config.__dict__["evaluation"] = session.config.evaluation.model_copy(update={"every": 2})
     begun, dead = threading.Event(), threading.Event()
@@ -344,11 +345,13 @@ def test_an_evaluation_whose_engines_all_fail_ends_the_run_once_their_weights_ar
         sample_responses(session, drawn, GROUP, temperature=1.0, metrics=step.metrics)
 
     queue = AheadQueue(session, draw)
+    session.engine_access.optimizer_steps = 0
 
     def train() -> None:
         for step in session.steps("train", 6, evaluate):
             queue.take(step)
             if step.number == 3:
+                step.advance(optimizer_steps=int(trains))
                 assert begun.wait(30.0)
                 queue.drain()
                 for rank in cast(SimulatedGroup, session.rollout).every:
@@ -356,6 +359,10 @@ def test_an_evaluation_whose_engines_all_fail_ends_the_run_once_their_weights_ar
                 dead.set()
             queue.publish(step)
 
+    if not trains:
+        train()
+        assert session.progress.step == 6
+        return
     with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone; resume"):
         train()
     assert session.progress.step == 2
