@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -20,10 +19,10 @@ from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.checkpoint.rank_hashes import record_hashes
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
-from rlpack.models import value_head
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
+from rlpack.models.value_head import save_value_head
 from rlpack.models.weight_stream import base_name, check_weights, copy_weights, head_state_dict
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.worker import RankContext, broadcast, rank_zero, sharded
@@ -183,7 +182,7 @@ class CriticWorker(SteppedRole):
         files = export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
         record_hashes(Path(folder), self.context.rank, files)
         if self.context.rank == 0:
-            save_file(head, Path(folder) / value_head.FILE)
+            save_value_head(head, Path(folder))
 
     def _by_base_name(self, weights: Mapping[str, V]) -> dict[str, V]:
         """Return a policy's weights under their names in the critic's model, without the policy's head."""

@@ -13,8 +13,8 @@ Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,10 +117,18 @@ class CheckpointWriter:
         self._check()
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step, keep=self._keep))
-            for name, group in groups.items():
-                group.run(Trainable.start_save, _role_folder(staging, name), self._timeout_s)
-            if write is not None:
-                write(staging.path)
+            begun: list[WorkerGroup[Any]] = []
+            try:
+                for name, group in groups.items():
+                    folder = _role_folder(staging, name)
+                    begun.append(group)
+                    group.run(Trainable.start_save, folder, self._timeout_s)
+                if write is not None:
+                    write(staging.path)
+            except Exception:
+                with suppress(Exception):
+                    self._finish_saves(begun)
+                raise
             self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)
 
     def advance(self) -> None:
@@ -201,11 +209,16 @@ class CheckpointWriter:
 
     def _start_commit(self, checkpoint: _InFlight) -> BackgroundCall[Any]:
         """Wait until all roles have written, and commit in a thread."""
-        for group in checkpoint.groups.values():
-            group.run(Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)
+        self._finish_saves(checkpoint.groups.values())
         # Unlike an executor's threads, this one lets a command that has given up waiting exit.
         checkpoint.commit = BackgroundCall(partial(self._commit, checkpoint), name="checkpoint")
         return checkpoint.commit
+
+    def _finish_saves(self, groups: Iterable[WorkerGroup[Any]]) -> None:
+        """Wait until roles have written; after an error also for the others, which could not save again otherwise."""
+        with ExitStack() as stack:
+            for group in groups:
+                stack.callback(group.run, Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)
 
     def _commit(self, checkpoint: _InFlight) -> None:
         """Commit; the thread's reference to the checkpoint keeps its stack from being collected, and so closed."""

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.model_folder import new_model_folder
-from rlpack.models.policy_folder import complete_policy_folder
+from rlpack.distributed.errors import RoleError
+from rlpack.models.policy_folder import complete_policy_folder, save_tokenizer
 from rlpack.models.stop_tokens import own_stop_token_ids
 from rlpack.observe.run_dir import MODEL
 from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
@@ -19,6 +21,18 @@ def export_models(session: Session) -> None:
         RoleError: a rank could not write its files.
         RunTakenOverError: another process has taken over the run directory; its models are left alone.
     """
+    try:
+        _export_models(session)
+    except (CheckpointError, RoleError):
+        session.run.note(
+            f"all steps are done and saved; once there is room for the models, write them with "
+            f"run_dir={session.run.run_dir} resume=auto"
+        )
+        raise
+
+
+def _export_models(session: Session) -> None:
+    """Write the models."""
     for name, group in session.trained.items():
         # The folders of roles other than the policy have the roles' names.
         folder = session.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
@@ -29,7 +43,7 @@ def export_models(session: Session) -> None:
                 ends = own_stop_token_ids(config, tokenizer)
                 complete_policy_folder(staging, config.model, tokenizer, stop_token_ids=ends)
             else:
-                session.tokenizer.save_pretrained(staging)
+                save_tokenizer(session.tokenizer, staging)
         session.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
 

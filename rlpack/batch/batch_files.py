@@ -45,7 +45,10 @@ def write_batch(batch: BatchedDataDict, folder: Path) -> None:
     lists = {name: column for name, column in batch.items() if isinstance(column, list)}
     check_lists(batch)
     folder.mkdir()
-    save_file(_without_shared_memory(tensors), folder / _TENSORS)
+    try:
+        save_file(_without_shared_memory(tensors), folder / _TENSORS)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{folder / _TENSORS} can't be written: {error}") from error
     ids = {_ROW_IDS: batch.row_ids.tolist(), _EXPLICIT: batch.has_explicit_ids}
     (folder / _LISTS).write_text(json.dumps({"columns": lists} | ids), encoding="utf-8")
 

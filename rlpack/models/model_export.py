@@ -173,7 +173,7 @@ class _OwnFiles:
             free = f", where {shutil.disk_usage(existing).free:,} bytes are free"
             raise OSError(
                 f"the model doesn't fit into {self._folder}{free * (self._failure.errno == errno.ENOSPC)} "
-                f"({self._failure}); free some space and run the command again"
+                f"({self._failure}); free some space"
             ) from self._failure
         if self._failure is not None:
             raise self._failure

@@ -39,11 +39,25 @@ def complete_policy_folder(
     Raises:
         OSError: a file of the folder could not be read or written.
     """
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     if model.path is not None and _is_multimodal(folder):
         _copy_processor(model.path, model.revision, folder)
     if (folder / GENERATION_CONFIG_NAME).exists():  # custom models may be unable to generate
         _add_end_tokens(folder / GENERATION_CONFIG_NAME, tokenizer, stop_token_ids)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files of a tokenizer into a folder.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises plain exceptions, for a full disk, too
+        raise OSError(f"the tokenizer can't be written to {folder}: {error}") from error
 
 
 def _is_multimodal(folder: Path) -> bool:
@@ -66,6 +80,7 @@ def _copy_processor(source: str, revision: str | None, folder: Path) -> None:
             if path.exists():
                 shutil.copyfile(path, folder / name)
         except Exception as error:  # noqa: BLE001 - the Hub's client also raises errors of its HTTP library
+            (folder / name).unlink(missing_ok=True)  # a part of it may have been copied
             # The other kind of this error: the repository has no such file.
             if isinstance(error, LocalEntryNotFoundError) or not isinstance(error, EntryNotFoundError):
                 failures[name], is_offline = error, True

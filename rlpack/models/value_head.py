@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlpack.config.schema import Model
@@ -67,6 +67,18 @@ def stored_value_head(model: Model, hidden_size: int, key: str) -> dict[str, Ten
         "weight": files.read(weight, torch.float32),
         "bias": files.read(bias, torch.float32) if bias in files.shapes else torch.zeros(1),
     }
+
+
+def save_value_head(head: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the tensors of a head into a critic's folder.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    try:
+        save_file(dict(head), folder / FILE)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{folder / FILE} can't be written: {error}") from error
 
 
 def _head_file(source: str, arguments: Mapping[str, Any]) -> Path | None:

@@ -14,6 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import read_batch, write_batch
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
+from tests.file_sizes import no_larger_than
 
 
 def example() -> BatchedDataDict:
@@ -134,3 +135,8 @@ def test_damaged_files_are_one_error(tmp_path: Path, damage: str):
         lists.write_text(lists.read_text().replace('"b"', '"b", "d"'))
     with pytest.raises(DataError, match="can't be read"):
         read_batch(tmp_path / "batch")
+
+
+def test_a_full_disk_is_an_error_of_the_file(tmp_path: Path):
+    with no_larger_than(100), pytest.raises(OSError, match=r"batch/tensors.safetensors can't be written: .*too large"):
+        write_batch(example(), tmp_path / "batch")

@@ -14,6 +14,7 @@ from rlpack.models.model_export import export_model
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.policy_folder import complete_policy_folder
 from tests.builders import MODEL
+from tests.file_sizes import no_larger_than
 
 TOKENIZER = character_tokenizer("abcdefghij")  # pads with 0 and ends with 1
 
@@ -96,6 +97,18 @@ def test_a_multimodal_models_processor_is_copied_from_its_folder(
     assert not (folder / "video_preprocessor_config.json").exists()
     assert AutoImageProcessor.from_pretrained(folder).size == IMAGES["size"]
     assert not caplog.records
+
+
+def test_a_processors_file_that_is_copied_in_part_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, base = exported_gemma3(tmp_path / "model"), tmp_path / "base"
+    base.mkdir()
+    (base / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"long": "x" * 10**6}), encoding="utf-8")
+    (base / "processor_config.json").write_text(json.dumps(IMAGES), encoding="utf-8")
+    with no_larger_than(10**5):
+        complete_policy_folder(folder, Model(path=str(base)), TOKENIZER, stop_token_ids=[])
+    assert "preprocessor_config.json could not be copied from" in caplog.text
+    assert not (folder / "preprocessor_config.json").exists()
+    assert (folder / "processor_config.json").exists()
 
 
 def cached(cache: Path, name: str, files: dict[str, str]) -> None:

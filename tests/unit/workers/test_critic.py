@@ -14,12 +14,13 @@ from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm, build_meta_model
 from rlpack.models.policy import Policy
 from rlpack.models.stored_weights import check_weight_files
-from rlpack.models.value_head import FILE, WEIGHT
+from rlpack.models.value_head import FILE, WEIGHT, save_value_head
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
 from rlpack.workers.build import build_critic, build_model
 from rlpack.workers.critic import CriticWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.file_sizes import no_larger_than
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -128,3 +129,8 @@ def test_the_critic_copies_nothing_of_a_damaged_bucket():
     ):
         critic.load_bucket(buckets[0], 1)
     assert all(weight.full_tensor().equal(before[name]) for name, weight in critic._critic.model.named_parameters())
+
+
+def test_a_full_disk_while_a_head_is_written_is_an_error_of_its_file(tmp_path: Path):
+    with no_larger_than(100), pytest.raises(OSError, match=rf"{FILE} can't be written: .*File too large"):
+        save_value_head({"weight": torch.zeros(1, 512)}, tmp_path)

@@ -24,6 +24,7 @@ class Role:
         self.folder = Path()
         self.failure: Exception | None = None
         self.is_done = False
+        self.is_saving = False
         self.writes = 0
         self.deadline_s = 0.0
 
@@ -37,13 +38,14 @@ class Role:
         self.finish_save(1.0)
 
     def start_save(self, folder: str, timeout_s: float) -> None:
-        self.folder, self.is_done = Path(folder), False
+        assert not self.is_saving, "as ranks require"
+        self.folder, self.is_done, self.is_saving = Path(folder), False, True
 
     def save_is_done(self) -> bool:
         return self.is_done
 
     def finish_save(self, timeout_s: float) -> None:
-        self.deadline_s = timeout_s
+        self.deadline_s, self.is_saving = timeout_s, False
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -109,6 +111,30 @@ def test_a_failed_save_is_raised_once_and_never_committed(tmp_path: Path, end: s
     writer.finish()
     assert newest(tmp_path) == tmp_path / "step-1"
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("fails", ["start of the second role", "the driver's files", "end of the first role"])
+def test_a_checkpoint_of_two_roles_that_failed_can_be_written_again(tmp_path: Path, fails: str):
+    writer, actor, critic = CheckpointWriter(keep=2, timeout_s=30), Role(), Role()
+    groups = {"actor": actor.group("actor"), "critic": critic.group("critic")}
+    disk_full = CheckpointError("disk full")
+
+    def refuse(*_: object) -> None:
+        raise disk_full
+
+    broken = AnsweringGroup("critic", Batching(), {"start_save": refuse, "finish_save": critic.finish_save})
+    actor.failure = disk_full if fails == "end of the first role" else None
+
+    def write() -> None:
+        started = groups | ({"critic": cast(Any, broken)} if fails == "start of the second role" else {})
+        writer.start(tmp_path, 1, started, {}, refuse if fails == "the driver's files" else None)
+        writer.finish()
+
+    with pytest.raises(CheckpointError, match="disk full"):
+        write()
+    writer.start(tmp_path, 1, groups, {})
+    writer.finish()
+    assert newest(tmp_path) == tmp_path / "step-1"
 
 
 def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):

@@ -1,9 +1,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout
 from rlpack.recipes.driver.exports import export_models
-from tests.unit.recipes.driver.sessions import session_of, set_group
+from tests.file_sizes import no_larger_than
+from tests.unit.recipes.driver.sessions import run_of, session_of, set_group
 
 
 def write_model(folder: str) -> None:
@@ -31,3 +35,14 @@ def test_the_policys_folder_has_the_end_of_the_templates_turn(tmp_path: Path) ->
     export_models(session)
     found = json.loads((tmp_path / "model" / "generation_config.json").read_text(encoding="utf-8"))
     assert found["eos_token_id"] == [1, 0]
+
+
+def test_a_full_disk_while_the_model_is_written_says_how_to_write_it_later(tmp_path: Path) -> None:
+    session = session_of(tmp_path, recipe="sft")
+    set_group(session, "actor", export_model=write_model)
+    text = rf"model could not be written to {tmp_path}/model: the tokenizer can't be written to .*File too large"
+    with no_larger_than(1000), pytest.raises(CheckpointError, match=text):
+        export_models(session)
+    (note,) = run_of(session).notes
+    assert note.endswith(f"room for the models, write them with run_dir={tmp_path} resume=auto")
+    assert not (tmp_path / "model").exists()
