@@ -18,11 +18,12 @@ Invariants (tests/unit/recipes/driver/test_router.py):
    Routers that run at the same time share the ranks, those of earlier steps first
    (`rlpack.recipes.driver.engine_slots`);
 4. a row that fails is sent again from its seed, at most `MOST_REPEATS` times, and counted. A row fails if its response
-   can't be used. It then goes to another engine if there is one, such as its engine's successor; while that engine
-   has no room, later groups of this generation go to others. A row also fails if its engine does. A failed engine gets
-   no more rows, from this generation or another, until it is replaced: before the next generation begins, if that is
-   possible then, or once no engine is left. An engine that was replaced has lost its rows in flight. If the ranks are
-   started again, all rows in flight have failed, and all engines are without weights;
+   can't be used. It then goes to another engine if there is one, such as its engine's successor; while that engine has
+   no room, later groups of this generation go to others. A row also fails if its engine does. A failed engine gets no
+   more rows, from this generation or another, until it is replaced: before the next generation begins, if that is
+   possible then, or once no engine is left and those that still answer have completed their other rows. An engine that
+   was replaced has lost its rows in flight. If the ranks are started again, all rows in flight have failed, and all
+   engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
 6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
@@ -148,7 +149,8 @@ class Router:
                 self._access.wait_for_turn(self._generation)
             if self._num_starts != self._group.ranks.num_starts:
                 self._lose_all(calls)
-            if not self._healthy and not calls:
+            # An engine with a late response completes its others first.
+            if not self._healthy and not calls and not any(self._in_flight.values()):
                 self._get_engines()
             if not self._access.is_wanted:
                 self._send(calls)

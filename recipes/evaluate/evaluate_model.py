@@ -191,6 +191,7 @@ def _report(
         "split": config.data.validation_split,
         "engine": config.rollout.engine,
         "dtype": config.rollout.dtype,
+        "scored_by": _scorers(config),
     }
     failures = asdict(EngineFailures.read(output))
     document = results_document(
@@ -205,6 +206,13 @@ def _report(
         console.note(line)
     for note in (*notes, *(f"{name}: {output / name}" for name in (RESULTS, ROWS, PAGE))):
         console.note(note)
+
+
+def _scorers(config: Config) -> list[str]:
+    """Return the reward functions, or the class of the role that scores instead of them."""
+    if calls_reward_functions(config):
+        return [each.target for each in function_specs(config.reward).values()]
+    return [config.roles["reward"].target]
 
 
 def _vote(row: SampleRow, reader: AnswerReader) -> str | None:

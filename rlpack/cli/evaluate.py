@@ -23,8 +23,8 @@ from rlpack.config.compose import compose, compose_evaluation, groups
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, root_key, unknown_key_problem
 from rlpack.config.recipes import EVALUATE_TARGET, config_class, recipe_section
-from rlpack.config.reward_rules import JUDGE
-from rlpack.config.schema import Config
+from rlpack.config.reward_rules import CALLS_SERVER, JUDGE
+from rlpack.config.schema import Config, builtin_roles
 from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.config.warnings import config_warnings
 from rlpack.distributed.jobs.secrets import load_secrets
@@ -108,6 +108,8 @@ def evaluation_config(given: str, choice: str | None, overrides: Sequence[str]) 
     if evaluated.state is not None and _PROMPTS.isdisjoint(_keys(overrides)):
         check_path_of_run(values["data"]["source"])
     config = compose_evaluation(overrides, values)
+    if problems := list(_unused_functions(overrides, config.roles["reward"].target)):
+        raise ConfigError(problems)
     run = None if evaluated.state is None else run_config(evaluated.state)
     config = with_dtype_of(run, config)
     output = recipe_section(config, Evaluate).output_dir
@@ -226,6 +228,21 @@ def _unused_scorers(overrides: Sequence[str], *, has_judge: bool) -> Iterator[st
             yield (
                 f"{key} has no effect on rlpack evaluate while reward functions score; leave it out, or let the judge "
                 f"score: roles.reward.target={JUDGE}"
+            )
+
+
+def _unused_functions(overrides: Sequence[str], target: str) -> Iterator[str]:
+    """Yield a problem for each override of reward functions if the server of `judge` scores instead of them.
+
+    Args:
+        overrides: Hydra overrides.
+        target: the class of the role that scores.
+    """
+    for key in _keys(overrides) if target in CALLS_SERVER else ():
+        if key.partition(".")[0] == "reward":
+            yield (
+                f"{key} has no effect on rlpack evaluate while {target.partition(':')[2]} scores (roles.reward.target);"
+                f" leave it out, or let reward functions score: roles.reward.target={builtin_roles()['reward'].target}"
             )
 
 

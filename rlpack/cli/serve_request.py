@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import ipaddress
 import math
 import re
@@ -199,6 +200,11 @@ def _check_port(host: str, port: int) -> None:
             listener.bind((host, port))
     except OSError as error:
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise to_config_error(
+                f"--host is {host!r}, which is no address of this machine: {reason}; use 127.0.0.1 for this machine "
+                "alone, or 0.0.0.0 for all of its addresses"
+            ) from error
         raise to_config_error(
             f"--port is {port}, but the server can't listen on it at {host}: {reason}; choose another, or 0 for any"
         ) from error

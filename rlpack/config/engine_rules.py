@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from rlpack.config.recipes import EVALUATE_TARGET, recipe_section
 from rlpack.config.roles import gpus_per_rank, started_roles
 from rlpack.config.schema import Config
+from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.config.sections.optimization import ADAPTER_RANKS
 
 # vLLM refuses requests with a higher temperature (0.32).
@@ -63,15 +65,27 @@ def engine_warnings(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine != "vllm" or "rollout" not in started_roles(config):
         return
-    needed = rollout.max_new_tokens / rollout.request_timeout_s
+    key, samples = _largest_group(config)
+    turns = math.ceil(samples / rollout.max_num_seqs)  # an engine gets whole groups
+    needed = turns * rollout.max_new_tokens / rollout.request_timeout_s
     if needed > _SLOW_ROW_TOKENS_PER_S:
+        in_turns = f"; {key}={samples} responses take {turns} turns of rollout.max_num_seqs={rollout.max_num_seqs}"
         yield (
             f"rollout.max_new_tokens is {rollout.max_new_tokens} and rollout.request_timeout_s is "
             f"{rollout.request_timeout_s:g}: a response of full length needs {needed:.0f} tokens/s, its time in the "
-            f"engine's queue included, but busy engines may reach only {_SLOW_ROW_TOKENS_PER_S:g}. A late response is "
-            "generated again on a new engine, and ends the run if it is late each time; raise "
-            f"rollout.request_timeout_s, such as to {math.ceil(rollout.max_new_tokens / _SLOW_ROW_TOKENS_PER_S)}"
+            f"engine's queue included{in_turns if turns > 1 else ''}, but busy engines may reach only "
+            f"{_SLOW_ROW_TOKENS_PER_S:g}. A late response is generated again on a new engine, and ends the run if it "
+            "is late each time; raise rollout.request_timeout_s, such as to "
+            f"{math.ceil(turns * rollout.max_new_tokens / _SLOW_ROW_TOKENS_PER_S)}"
         )
+
+
+def _largest_group(config: Config) -> tuple[str, int]:
+    """Return the most responses to a prompt, and the key that sets them."""
+    if config.recipe.target == EVALUATE_TARGET:
+        return "evaluate.samples", recipe_section(config, Evaluate).samples
+    sizes = {"trainer.group_size": config.trainer.group_size, "evaluation.samples": config.evaluation.samples}
+    return max(sizes.items(), key=lambda item: item[1])
 
 
 def _sleep_problems(config: Config) -> Iterator[str]:

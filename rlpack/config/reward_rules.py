@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rlpack.config.evaluation_sets import reward_functions
 from rlpack.config.redaction import looks_secret
 from rlpack.config.roles import started_roles
-from rlpack.config.schema import Config, Reward, builtin_roles
+from rlpack.config.schema import Config, Judge, Reward, builtin_roles
 
 JUDGE = "rlpack.workers.judge:JudgeWorker"
 SERVED_REWARD_MODEL = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
@@ -63,13 +63,27 @@ def deadline_problems(config: Config) -> Iterator[str]:
         deadlines["reward.timeout_s"] = config.reward.timeout_s
         deadlines["reward.batch_timeout_s"] = config.reward.batch_timeout_s
     if any(config.roles[name].target in CALLS_SERVER for name in roles):
-        deadlines["judge.timeout_s"] = config.judge.timeout_s
+        yield from _request_problems(config.judge, limit)
     for key, value in deadlines.items():
         if value >= limit:
             yield (
                 f"{key} ({value:g}) is not below placement.call_timeout_s ({limit:g}), so slow rewards would end the "
                 f"run as a rank that hangs; lower {key} or raise placement.call_timeout_s"
             )
+
+
+def _request_problems(judge: Judge, limit: float) -> Iterator[str]:
+    """Yield a problem if all attempts of a row's request may take as long as a role's call, with the pauses between."""
+    longest = (1 + judge.retries) * judge.timeout_s + judge.backoff_s * (2**judge.retries - 1)
+    if longest >= limit:
+        retries = (
+            f", judge.retries ({judge.retries}) and judge.backoff_s ({judge.backoff_s:g})" if judge.retries else ""
+        )
+        yield (
+            f"judge.timeout_s ({judge.timeout_s:g}){retries} let a row take {longest:g} s, which is not below "
+            f"placement.call_timeout_s ({limit:g}), so a slow server would end the run as a rank that hangs; lower "
+            "one of them, or raise placement.call_timeout_s"
+        )
 
 
 def judge_problems(config: Config) -> Iterator[str]:

@@ -16,10 +16,14 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.score_requests import AttemptFailedError, RequestSettings, ScoreRequests, excerpt
 
-# With quotes, brackets and Markdown around either side; a number that goes on, as 1,000 or 1e3 do, is none.
+# With quotes, brackets and Markdown around either side, but not the score that is possible at most.
 _SCORE = re.compile(
-    r"""score["'*_`]*\s*[:=：][\s"'*_`<\[($]*(-?\d++(?:\.\d++)?)(?![.,]?\d|[eE][-+]?\d)""", re.IGNORECASE
+    r"""(?<![a-z])(?<!max[\s_-])(?<!maximum[\s_-])(?<!highest[\s_-])(?<!possible[\s_-])"""
+    r"""score["'*_`]*\s*[:=：][\s"'*_`<\[($]*(-?\d++(?:[.,]\d++)*+(?:e[-+]?\d++)?)""",
+    re.IGNORECASE,
 )
+# Others, such as 1,000 or 1e3, are no score.
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 # The placeholder that stands for a setting, not for a column.
 _MAX_SCORE = "max_score"
@@ -149,13 +153,15 @@ def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
 
 
 def parse_score(answer: str, max_score: float) -> float | None:
-    """Return the last score in an answer, None if out of range.
+    """Return the last score in an answer, None if it is out of range or not a plain number.
 
     >>> parse_score("It could be a Score: 3. No: **Score: 7.5**", 10.0), parse_score("Score: 11", 10.0)
     (7.5, None)
     """
     scores = _SCORE.findall(answer)
-    score = float(scores[-1]) if scores else -1.0
+    if not scores or not _NUMBER.fullmatch(scores[-1]):
+        return None
+    score = float(scores[-1])
     return score if 0.0 <= score <= max_score else None
 
 
@@ -163,8 +169,9 @@ def _message_content(body: str, url: str) -> tuple[str, bool]:
     """Return the text of an answer, and whether it was cut off at the limit of tokens."""
     try:
         match json.loads(body):
-            case {"choices": [{"message": {"content": str(content)}} as choice, *_]}:
-                return content, choice.get("finish_reason") == "length"
+            # Servers that separate a model's reasoning return null if it was cut off before the answer.
+            case {"choices": [{"message": {"content": str() | None as content}} as choice, *_]}:
+                return content or "", choice.get("finish_reason") == "length"
     except (ValueError, RecursionError):
         pass
     raise AttemptFailedError("error", f"{url} answered with no chat completion: {excerpt(body)!r}")

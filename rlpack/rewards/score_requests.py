@@ -6,6 +6,7 @@ for the whole exchange.
 
 import asyncio
 import ipaddress
+import json
 import os
 import re
 import ssl
@@ -23,8 +24,12 @@ from rlpack.rewards.reward_result import SKIPPED, Problem, RewardResult
 _MAX_ANSWER_BYTES = 4 << 20
 # Status codes that no retry can change.
 _PERMANENT_ERRORS = {400, 401, 403, 404, 405, 422}
+# Those that servers return for too many tokens, among others.
+_MAYBE_TOO_LONG = {400, 422}
 _EXCERPT_CHARACTERS = 200
 _KEY = re.compile(r"[!-~]+")
+# Bodies are escaped to ASCII: texts may hold unpaired surrogates, which have no bytes in UTF-8.
+_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class ScoreRequests:
         try:
             async with (
                 asyncio.timeout(timeout_s),  # httpx restarts its own timeout with every byte
-                client.stream("POST", url, json=body) as response,
+                client.stream("POST", url, content=json.dumps(body), headers=_JSON) as response,
             ):
                 answer = await _read_body(response)
         except (TimeoutError, httpx.TimeoutException) as error:
@@ -200,9 +205,18 @@ class ScoreRequests:
         if status in self._refusals:
             raise AttemptFailedError("error", text, may_succeed=False)
         if status in _PERMANENT_ERRORS:
-            raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env")
+            raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env{self._of_length(status)}")
         if status != httpx.codes.OK:
             raise AttemptFailedError("error", text)
+
+    def _of_length(self, status: int) -> str:
+        """Return a note on rows that may be too long for the server, if it can't refuse them alone."""
+        if status not in _MAYBE_TOO_LONG:
+            return ""
+        return (
+            "; if the row is too long, start the server with a longer limit (rlpack serve --max-length), or lower "
+            "data.max_prompt_tokens or rollout.max_new_tokens"
+        )
 
 
 def is_loopback(url: str) -> bool:

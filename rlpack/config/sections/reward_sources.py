@@ -89,7 +89,7 @@ class Judge(Section):
     )
     concurrency: Count = Field(default=16, description="Concurrent requests per rank.")
     timeout_s: Seconds = Field(default=60.0, description="Deadline of one request, in seconds.")
-    retries: int = Field(default=2, ge=0, description="Further attempts after the first request failed.")
+    retries: int = Field(default=2, ge=0, le=1000, description="Further attempts after the first request failed.")
     backoff_s: NonNegative = Field(
         default=1.0, description="Pause before the first retry, in seconds; it doubles with each."
     )

@@ -82,8 +82,8 @@ class EngineFailures:
 def arguments_of(config: Config) -> dict[str, Any]:
     """Return the settings that the rows of an evaluation depend on, by dotted key.
 
-    The number of ranks is one of them: it determines which rows are generated together, and thereby how sums are
-    rounded.
+    The ranks and their devices and cores are among them: they determine which rows are generated together, and how
+    sums are rounded.
     """
     values = without_secrets(config.model_dump(mode="json"))
     sections = {name: values[name] for name in _SECTIONS}
@@ -91,8 +91,9 @@ def arguments_of(config: Config) -> dict[str, Any]:
         sections["judge"] = values["judge"]
     sections["roles"] = {name: values["roles"][name] for name in ("rollout", "reward")}
     pool = pool_of(config, "rollout")
-    ranks = {f"placement.pools.{pool}.ranks": config.placement.pools[pool].ranks}
-    return {key: value for key, value in flat(sections).items() if key not in _UNUSED} | ranks
+    ranks = config.placement.pools[pool].model_dump(include={"ranks", "gpus_per_rank", "cpus_per_rank"})
+    placed = {f"placement.pools.{pool}.{name}": value for name, value in ranks.items()}
+    return {key: value for key, value in flat(sections).items() if key not in _UNUSED} | placed
 
 
 def default_output_dir(config: Config, name: str) -> Path:

@@ -182,14 +182,12 @@ def _finish_reason(of_row: str, output: Any, params: SamplingParams) -> FinishRe
 
 def _logprobs(of_row: str, output: Any, params: SamplingParams) -> torch.Tensor:
     """Return the log-probs of a row's tokens, f32 [n]."""
-    flat = output.logprobs
-    if flat is None or len(flat.start_indices) != len(output.token_ids):
-        count = 0 if flat is None else len(flat.start_indices)
-        raise EngineError(f"vLLM returned {count} log-probs for the {len(output.token_ids)} tokens{of_row}")
-    first = np.asarray(flat.start_indices)
-    if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
+    tokens, numbers = _first_entries(output.logprobs)
+    if tokens.size != len(output.token_ids):
+        raise EngineError(f"vLLM returned {tokens.size} log-probs for the {len(output.token_ids)} tokens{of_row}")
+    if not np.array_equal(tokens, np.asarray(output.token_ids)):
         raise EngineError(f"vLLM returned log-probs{of_row} for tokens that it has not sampled")
-    values = torch.tensor(np.asarray(flat.logprobs, dtype=np.float32)[first])
+    values = torch.from_numpy(numbers)
     if (wrong := ~(values.isfinite() & (values <= _ROUNDING))).any():
         index = int(wrong.nonzero()[0])
         raise EngineError(
@@ -223,11 +221,26 @@ def prompt_logprobs(output: Any, length: int) -> torch.Tensor:
         EngineError: there is not one log-prob per token.
     """
     flat = output.prompt_logprobs
-    if flat is None or len(flat.start_indices) != length:
-        count = 0 if flat is None else len(flat.start_indices)
+    count = 0 if flat is None else len(flat.start_indices)
+    if count != length:
         raise EngineError(f"vLLM returned {count} log-probs for a prompt of {length} tokens")
-    first = np.asarray(flat.start_indices[1:])
-    if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.prompt_token_ids[1:])):
+    tokens, values = _first_entries(flat, after=1)  # the first token has no log-prob
+    if not np.array_equal(tokens, np.asarray(output.prompt_token_ids[1:])):
         raise EngineError("vLLM returned log-probs of tokens that are not those of the prompt")
-    values = np.asarray(flat.logprobs, dtype=np.float32)[first]
     return torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.float32), values]))
+
+
+def _first_entries(flat: Any, *, after: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids [n] and log-probs f32 [n] of the first entries of positions; those without any are left out.
+
+    Args:
+        flat: a `vllm.logprobs.FlatLogprobs`, or None. The entries of a position follow one another.
+        after: number of positions to leave out first.
+    """
+    if flat is None:
+        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+    tokens, values = np.asarray(flat.token_ids, np.int64), np.asarray(flat.logprobs, np.float32)
+    count = min(tokens.size, values.size)
+    starts = np.asarray(flat.start_indices[after:], np.int64)
+    first = starts[starts < np.minimum(np.append(starts[1:], count), count)]
+    return tokens[first], values[first]

@@ -222,6 +222,18 @@ def test_a_model_is_evaluated_with_a_judge(folder):
     assert evaluation_config("model", None, [*JSONL, *judge, "judge.model=n"]).run_dir != config.run_dir
 
 
+@pytest.mark.parametrize("override", ["reward.function=rlpack.rewards.functions:exact_match", "reward.timeout_s=3"])
+def test_reward_functions_that_a_judge_replaces_are_refused(folder, capsys, override):
+    judge = (f"roles.reward.target={JUDGE}", "judge.url=http://a/v1", "judge.model=m")
+    key = override.partition("=")[0]
+    text = (
+        f"{key} has no effect on rlpack evaluate while JudgeWorker scores (roles.reward.target); leave it out, or let"
+    )
+    shown = refused(capsys, "model", *JSONL, *judge, override)
+    assert text in shown
+    assert "reward functions score: roles.reward.target=rlpack.workers.reward:RewardWorker" in shown
+
+
 def test_the_judge_of_another_role_than_the_reward_is_left_out(tmp_path):
     server = (f"roles.judge.target={JUDGE}", "judge.url=http://a/v1", "judge.model=m")
     run = EvaluatedModel("m", checkpoint=tmp_path, state={"config": compose(server).model_dump(mode="json")})

@@ -50,3 +50,11 @@ def test_long_responses_with_a_short_deadline_cause_a_warning_that_says_what_to_
     assert not found("rollout.engine=vllm", "rollout.max_new_tokens=16384", "rollout.request_timeout_s=1639")
     assert not found("rollout.engine=vllm", "rollout.max_new_tokens=6000")
     assert not found("rollout.engine=hf", "rollout.max_new_tokens=16384")
+    (text,) = found(
+        "rollout.engine=vllm", "rollout.max_new_tokens=1024", "rollout.max_num_seqs=4", "trainer.group_size=30"
+    )
+    assert (
+        "needs 14 tokens/s, its time in the engine's queue included; trainer.group_size=30 responses take 8 turns"
+        in text
+    )
+    assert text.endswith("raise rollout.request_timeout_s, such as to 820")

@@ -48,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         if "once" in text and seen > 1:
             status = 200
         bodies = {"nonsense": "<html>", "list": "[1]", "null": '{"choices": [{"message": {"content": null}}]}'}
+        bodies["reasoning"] = '{"choices": [{"message": {"content": null}, "finish_reason": "length"}]}'
         body = next((body for word, body in bodies.items() if word in text), None)
         if "huge" in text:
             body = " " * (5 << 20)
@@ -176,6 +177,12 @@ def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
     assert sent == {"system: Add.\nuser: 1+1= [1] 5", "2+2= 4 6"}
 
 
+def test_a_text_with_an_unpaired_surrogate_is_sent_and_scored(server):
+    (result,), _ = ask(settings(server), "a\ud800 7")
+    assert result.value == 0.7
+    assert server.requests[0]["messages"][0]["content"] == "a\ud800 7"
+
+
 @pytest.mark.parametrize(
     ("text", "problem", "retries", "detail"),
     [
@@ -185,7 +192,8 @@ def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
         ("422", "error", 0, "answered 422"),
         ("nonsense", "error", 1, "no chat completion: '<html>'"),
         ("list", "error", 1, "no chat completion"),
-        ("null", "error", 1, "no chat completion"),
+        ("null", "invalid", 0, "no score from 0 to 10 in ''"),
+        ("reasoning", "invalid", 0, "cut off at judge.max_tokens (512); raise it"),
         ("huge", "error", 1, "more than 4194304 bytes"),
         ("mute", "invalid", 0, "no score from 0 to 10 in \"I can't say"),
         ("drips", "timeout", 1, "did not answer within 0.4 s"),
@@ -251,6 +259,13 @@ def test_requests_wait_side_by_side(server):
         ("Score: [8]/10.", 8.0),
         ('{"score": 8}', 8.0),
         ("Score：8.", 8.0),
+        ("Score: 8 (max score: 10)", 8.0),
+        ('{"score": 8, "max_score": 10}', 8.0),
+        ("Score: 8, of a possible score: 10", 8.0),
+        ("Underscore: 8", None),
+        ("Score: 8\nFinal score: 1,000", None),
+        ("Score: 8. Final **Score**: 1e1", None),
+        ("Score: 8, as the score: it adds well", 8.0),
         ("Score: 7.5e3", None),
         ("Score: 7,5", None),
         ("Score: 1,000", None),

@@ -141,7 +141,7 @@ def test_a_server_that_recovers_is_asked_again(server):
         (111, r"gave 2 scores for a row, so its model has more than one label"),
         (112, r"answered 401 .*check judge\.url, judge\.model and judge\.api_key_env"),
         (113, r"answered 404 "),
-        (114, r"answered 400 .*maximum context length is 8"),
+        (114, r"answered 400 .*maximum context length is 8.*; if the row is too long, .*rlpack serve --max-length"),
     ],
 )
 def test_what_no_retry_can_change_is_one_error(server, token, words):

@@ -18,6 +18,7 @@ class StreamingHF(HFEngine):
 
     Attributes:
         fails: how many of the next answers are failures; an engine that failed is dead.
+        late: how many of the next rows miss their deadline; their engine goes on with the others.
         spoils: how many of the next answers have log-probs that are NaN.
         most: the most rows that were in flight together.
         lengths: of the prompts, in the order in which they were begun.
@@ -25,6 +26,7 @@ class StreamingHF(HFEngine):
 
     at_once = 3
     fails = 0
+    late = 0
     spoils = 0
     most = 0
     lengths: tuple[int, ...] | list[int] = ()
@@ -50,6 +52,11 @@ class StreamingHF(HFEngine):
         keys = np.random.default_rng(len(rows)).permutation(list(rows))[: self.at_once].tolist()
         answers = []
         for key in keys:
+            if self.late:
+                self.late -= 1
+                rows.pop(key)
+                answers.append(FinishedRow(key, None, "no response within rollout.request_timeout_s=600 s"))
+                continue
             if self.fails:
                 self.is_alive = False
                 answers.append(FinishedRow(key, None, "the engine died"))

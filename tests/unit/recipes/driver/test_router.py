@@ -248,6 +248,16 @@ def test_the_last_engine_is_replaced_and_its_groups_generated_again():
     assert len(ranks.engines) == 2
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_with_a_late_response_completes_its_others_before_it_is_replaced(count: int):
+    ranks, batch = Ranks(count), prompts(8)
+    ranks.engines[0].late = 1
+    rows, router = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert router.repeated == 1
+    assert len(ranks.engines) == 2, "with another engine, it is replaced later"
+
+
 def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reason():
     ranks = Ranks(1)
 

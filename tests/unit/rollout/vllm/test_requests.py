@@ -1,5 +1,6 @@
 """Sampling parameters to vLLM, and results that vLLM may return, back to the types of rlpack."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,11 @@ def flat(tokens: list[int], logprobs: list[float], per_token: int = 1) -> Simple
         token_ids=[token + 50 * rank for token in tokens for rank in range(per_token)],
         logprobs=[value - 9 * rank for value in logprobs for rank in range(per_token)],
     )
+
+
+def with_starts(starts: list[int], tokens: list[int], logprobs: Sequence[float] | None = None) -> SimpleNamespace:
+    """Return damaged log-probs: the first entry of each position, and all entries."""
+    return SimpleNamespace(start_indices=starts, token_ids=tokens, logprobs=logprobs or [-1.0] * len(tokens))
 
 
 def span(start: int, end: int, version: str) -> SimpleNamespace:
@@ -77,6 +83,22 @@ FAULTS = {
     "a log-prob too many": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4, 4], [-1] * 4)),
         "vLLM returned 4 log-probs for the 3 tokens of row 1",
+    ),
+    "no log-prob of the last token": (
+        completion([2, 3, 4], logprobs=with_starts([0, 1, 2], [2, 3])),
+        "vLLM returned 2 log-probs for the 3 tokens of row 1",
+    ),
+    "no log-prob of the first of two equal tokens": (
+        completion([5, 5, 4], logprobs=with_starts([0, 0, 1], [5, 4])),
+        "vLLM returned 2 log-probs for the 3 tokens of row 1",
+    ),
+    "starts beyond the log-probs": (
+        completion([2, 3, 4], logprobs=with_starts([0, 9, 3], [2, 3, 4])),
+        "vLLM returned 1 log-probs for the 3 tokens of row 1",
+    ),
+    "fewer values than ids": (
+        completion([2, 3, 4], logprobs=with_starts([0, 1, 2], [2, 3, 4], [-1, -1])),
+        "vLLM returned 2 log-probs for the 3 tokens of row 1",
     ),
     "log-probs of other tokens": (
         completion([2, 3, 4], logprobs=flat([2, 4, 3], [-1, -1, -1])),
@@ -179,6 +201,7 @@ def test_log_probs_of_a_prompt_as_vllm_returns_them():
     [
         ({"prompt_logprobs": None}, "0 log-probs for a prompt of 3 tokens"),
         ({"prompt_logprobs": flat([4, 5], [-1, -1])}, "2 log-probs for a prompt of 3 tokens"),
+        ({"prompt_logprobs": with_starts([0, 0, 1], [5])}, "tokens that are not those of the prompt"),
         ({"prompt_logprobs": flat([4, 6, 5], [-1, -1, -1])}, "tokens that are not those of the prompt"),
     ],
 )
