@@ -87,7 +87,7 @@ class _Stored:
             buffer: uint8 [N] on the CPU, at least as large as the entries.
         """
         size = (stop - start) * self.entry_bytes
-        view, place, done = memoryview(buffer[:size].numpy()), self.start + start * self.entry_bytes, 0
+        view, place, done = buffer[:size].numpy().data, self.start + start * self.entry_bytes, 0
         while done < size:
             count = os.preadv(self.file.fileno(), [view[done:]], place + done)
             if not count:
