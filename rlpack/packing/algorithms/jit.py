@@ -56,7 +56,10 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(scope.get(name), Compiled):
             scope[name] = scope[name].compile()
     bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-    bound.__module__, bound.__qualname__ = function.__module__, function.__qualname__
+    # Numba replaces the machine code that another version of it has stored under the same name. Environments that share
+    # this folder, such as one with vLLM, would each compile again after the other.
+    version = numba.__version__.replace(".", "_")
+    bound.__module__, bound.__qualname__ = function.__module__, f"{function.__qualname__}_{version}"
     try:
         return numba.njit(cache=True)(bound)
     except RuntimeError:  # no writable folder for the cache

@@ -1,6 +1,9 @@
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,6 +41,19 @@ def test_numba_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = compiled(double.python)
     assert plain(3) == 6
     assert plain.compile() is double.python
+
+
+def test_versions_of_numba_keep_their_machine_code_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "from rlpack.packing.algorithms.jit import compiled\n\n@compiled\ndef triple(value):\n    return 3 * value\n"
+    )
+    (tmp_path / "tripled.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for version in (numba.__version__, "1.2.3"):
+        monkeypatch.setattr(numba, "__version__", version)
+        monkeypatch.delitem(sys.modules, "tripled", raising=False)
+        assert importlib.import_module("tripled").triple(2) == 6
+    assert len(list(tmp_path.rglob("*.nbi"))) == 2
 
 
 def test_importing_the_planner_imports_neither_numba_nor_torch() -> None:
