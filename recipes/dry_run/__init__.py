@@ -6,5 +6,6 @@
 - `run_memory`: sums over the roles of a pool, and the limits.
 - `changes`: single keys that lower a run's memory.
 - `memory_report`: the text.
-- `estimate_run`: the command; `suggest_layouts`: the search.
+- `estimate_run`: the command.
+- `suggest_layouts`: `rlpack plan --suggest`; `layout_candidates`: what it tries; `layout_search`: what fits.
 """

@@ -147,6 +147,13 @@ class Estimator:
             is_copied = config.checkpoint.asynchronous and is_trained(config, role)
             copied = model.weights + model.optimizer if is_copied else 0
             roles[role] = RoleMemory(model, role_offload(config, role), self._whole(config, role), copied)
+        return self._run_memory(config, roles)
+
+    def memory_without_models(self, config: Config) -> RunMemory:
+        """Return the memory of a run without the models of its roles: the engine's, the object store's and so on."""
+        return self._run_memory(config, {})
+
+    def _run_memory(self, config: Config, roles: Mapping[str, RoleMemory]) -> RunMemory:
         tokens = int(self.batch(config).lengths.sum())
         shape = router_shape(self.model) if config.actor.moe.replay_routing else None
         routing = 0 if shape is None else recorded_bytes(shape)

@@ -17,10 +17,13 @@ from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.models.errors import ModelError
 from rlpack.packing import Batching
-from rlpack.recipes.dry_run import suggest_layouts
+from rlpack.recipes.dry_run import layout_search
 from rlpack.recipes.dry_run.changes import with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
-from rlpack.recipes.dry_run.suggest_layouts import candidates, main
+from rlpack.recipes.dry_run.layout_candidates import candidates
+from rlpack.recipes.dry_run.layout_search import LayoutSearch
+from rlpack.recipes.dry_run.run_memory import RunMemory
+from rlpack.recipes.dry_run.suggest_layouts import main
 from tests.builders import MODEL, tiny_config
 
 DATA = Data(generator={"train_size": 32, "validation_size": 4}, completion_column="demonstration", max_prompt_tokens=64)
@@ -68,9 +71,9 @@ def test_the_fastest_that_fit_are_printed_with_overrides(
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", noted)
-    monkeypatch.setattr(suggest_layouts, "_MOST", 2)
+    monkeypatch.setattr(layout_search, "_MOST", 2)
     assert main(config(2), 80, None, 10.0, print)
-    assert len(tried) <= 4  # the first ones fit, and each of their kind with the least memory
+    assert len(tried) <= 6  # the first ones fit, and those of their kind with less memory
     shown = capsys.readouterr().out
     assert "knows neither network nor kernels" in shown
     lines = re.findall(r"^(\d): (.*)$", shown, re.MULTILINE)
@@ -85,7 +88,7 @@ def test_the_fastest_that_fit_are_printed_with_overrides(
 def test_without_enough_memory_there_is_no_suggestion(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(suggest_layouts, "_TRIES", 3)
+    monkeypatch.setattr(layout_search, "_TRIES", 3)
     assert not main(config(2), 0.5, None, 10.0, print)
     assert "none of those that were tried fits; use more ranks" in capsys.readouterr().out
 
@@ -192,8 +195,8 @@ def test_virtual_stages_wait_less_where_each_gets_as_many_layers():
 
 
 def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(suggest_layouts, "_SECONDS", 0.0)
-    monkeypatch.setattr(suggest_layouts, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(layout_search, "_SECONDS", 0.0)
+    monkeypatch.setattr(layout_search, "_MOST_SECONDS", 0.0)
     assert main(config(2), 80, None, 10.0, print)  # the fastest is always tried
     assert re.search(r"the search stopped after \d+ s of CPU time", capsys.readouterr().out)
     assert not main(config(2), 0.001, None, 10.0, print)
@@ -267,6 +270,36 @@ def test_no_layout_is_tried_with_a_share_that_does_not_hold_the_engine(
     assert not tried
 
 
+def test_no_layout_is_tried_if_generation_alone_needs_too_much(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(Estimator, "memory", lambda *_: pytest.fail("a layout was tried"))
+    generates = grpo_config(256, Parallel()).model_copy(update={"rollout": Rollout(max_new_tokens=180)})
+    assert not main(generates, 1.05, None, 10.0, print)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"none fits: for generation alone, without the models of other roles, pool main needs 1 GB of each GPU, "
+        r"which has 945 MB \(10% stays free\); use fewer rows at once \(rollout\.max_num_seqs\), shorter rows, .*",
+        line,
+    )
+
+
+def test_slower_to_estimate_candidates_are_left_out_where_smaller_ones_tell_that_they_are_too_large():
+    given = config(4)
+    estimator, sizes = open_estimator(given, 80), list[float]()
+    ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
+    memory, slots_of = estimator.memory, {id(each.config): each.slots for each in ordered}
+
+    def noted(variant: Config) -> RunMemory:
+        sizes.append(slots_of[id(variant)])
+        return memory(variant)
+
+    estimator.__dict__["memory"] = noted
+    estimator.limits = MemoryLimits(0, None)  # nothing fits
+    assert LayoutSearch(ordered, estimator, math.inf).run() == ([], False)
+    assert max(sizes) < max(slots_of.values()), "one of the largest microbatches was estimated for nothing"
+
+
 def test_the_model_of_a_critic_of_its_own_is_checked_not_the_policy(tmp_path: Path):
     shape = {"model_type": "llama", "num_attention_heads": 1, "num_key_value_heads": 1}
     one_head = AutoConfig.for_model(**(MODEL | shape), vocab_size=128)
@@ -303,13 +336,15 @@ def test_variants_without_offloading_are_found_where_host_memory_is_short(monkey
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", noted)
-    found = [candidate for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]]
+    found = [candidate for candidate, _ in LayoutSearch(ordered, estimator, math.inf).run()[0]]
     assert [each.values["actor.offload"] for each in found] == ["none"]
-    assert offloaded == ["optimizer", "none"]
+    assert offloaded[0] == "optimizer"
+    assert set(offloaded[1:]) == {"none"}
     # Without enough memory of a device, one variant of each family is tried.
+    before = len(offloaded)
     estimator.limits = MemoryLimits(1, kept)
-    assert suggest_layouts._fitting(ordered, estimator, math.inf) == ([], False)
-    assert len(offloaded) == 2 + len({each.family for each in ordered})
+    assert LayoutSearch(ordered, estimator, math.inf).run() == ([], False)
+    assert len(offloaded) == before + len({each.family for each in ordered})
 
 
 @pytest.mark.parametrize("host", [None, pytest.param(1, marks=pytest.mark.long)])
@@ -325,7 +360,7 @@ def test_no_variant_is_tried_twice(monkeypatch: pytest.MonkeyPatch, host: int | 
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", noted)
-    found, _ = suggest_layouts._fitting(ordered, estimator, math.inf)
+    found, _ = LayoutSearch(ordered, estimator, math.inf).run()
     assert len(found) == (3 if host is None else 0)
     assert len(tried) == len(set(tried)) > 0
 
@@ -334,7 +369,7 @@ def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkey
     given = config(2, batching=Batching(max_tokens=128))  # every variant has several microbatches
     estimator = open_estimator(given, 80)
     ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
-    wanted = [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]]
+    wanted = [candidate.layout for candidate, _ in LayoutSearch(ordered, estimator, math.inf).run()[0]]
     memory, refused = Estimator.memory, list[int]()
 
     def refusing(self: Estimator, variant: Config) -> Any:
@@ -345,6 +380,6 @@ def test_a_variant_that_cannot_run_is_not_taken_for_one_that_is_too_large(monkey
         return memory(self, variant)
 
     monkeypatch.setattr(Estimator, "memory", refusing)
-    assert [candidate.layout for candidate, _ in suggest_layouts._fitting(ordered, estimator, math.inf)[0]] == wanted
+    assert [candidate.layout for candidate, _ in LayoutSearch(ordered, estimator, math.inf).run()[0]] == wanted
     assert len(wanted) == 3
     assert len(refused) == len(set(refused)) > 0

@@ -1,0 +1,111 @@
+"""Which candidates of `rlpack plan --suggest` fit: their memory is estimated, fastest first, until a few do."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rlpack.models.errors import ModelError
+from rlpack.packing import PackingError
+from rlpack.recipes.dry_run.estimate_run import Estimator
+from rlpack.recipes.dry_run.layout_candidates import Candidate
+from rlpack.recipes.dry_run.run_memory import RunMemory
+
+# Maximum number of suggestions, and maximum number of memory estimates to find them.
+_MOST, _TRIES = 3, 80
+# CPU time limits of the search: once a variant fits, and while none does.
+_SECONDS, _MOST_SECONDS = 45.0, 360.0
+
+
+class LayoutSearch:
+    """Finds the first candidates that fit, one of each layout, and estimates as few others as possible.
+
+    Of a family of candidates, the one with the least memory of a device comes first: if a device has less, none of them
+    fits. Then come those with smaller microbatches than the candidate's, in ascending order: they take less time to
+    estimate, and if one is too large, so is the candidate. If only host memory is too small for what it offloads,
+    others may fit. One that can't run says nothing about the memory of others.
+    """
+
+    def __init__(self, ordered: list[Candidate], estimator: Estimator, began: float) -> None:
+        self._ordered, self._estimator, self._began = ordered, estimator, began
+        by_thrift = sorted(ordered, key=lambda each: each.thrift[2:])
+        self._least = {each.family: each for each in by_thrift}
+        # Of candidates that differ only in replicas, the one with the least memory, by its slots.
+        self._likes: dict[tuple[Any, ...], dict[float, Candidate]] = {}
+        for each in by_thrift:
+            self._likes.setdefault(each.kin, {})[each.slots] = each
+        self._excess: dict[tuple[Any, ...], dict[float, int]] = {}  # of those that were estimated
+        self._too_large: list[tuple[Candidate, bool]] = []  # and whether it is too large for the host
+        self._tried: dict[int, RunMemory | None] = {}
+        self._found: dict[tuple[int, ...], tuple[Candidate, RunMemory]] = {}
+
+    def run(self) -> tuple[list[tuple[Candidate, RunMemory]], bool]:
+        """Return the candidates, and whether the search ended before all were tried."""
+        for candidate in self._ordered:
+            for each in self._before(candidate):
+                if candidate.layout in self._found or self._is_too_large(candidate):
+                    break
+                if self._is_over(candidate) and id(each) not in self._tried:
+                    return list(self._found.values()), True
+                memory = self._memory_of(each)
+                if each is candidate and memory is not None and memory.excess <= 0:
+                    self._found[candidate.layout] = candidate, memory
+                    if len(self._found) == _MOST:
+                        return list(self._found.values()), False
+        return list(self._found.values()), False
+
+    def _is_over(self, candidate: Candidate) -> bool:
+        """Return whether nothing more may be estimated for a candidate; for the fastest, time doesn't count."""
+        is_late = time.process_time() > self._began + (_SECONDS if self._found else _MOST_SECONDS)
+        return len(self._tried) == _TRIES or (is_late and candidate is not self._ordered[0])
+
+    def _before(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield what is estimated for a candidate, which comes last."""
+        yield self._least[candidate.family]
+        likes = self._likes[candidate.kin]
+        yield from (likes[slots] for slots in sorted(likes) if slots <= candidate.slots)
+        yield candidate
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Return whether a candidate certainly doesn't fit.
+
+        The memory over its limit is the largest of several sums that are linear in the slots, so it lies above every
+        line through two of its values with fewer slots.
+        """
+        if any(candidate.takes_more(one, of_host=host) for one, host in self._too_large):
+            return True
+        known = sorted(self._excess.get(candidate.kin, {}).items())
+        known = [(slots, excess) for slots, excess in known if slots < candidate.slots]
+        if len(known) < 2:
+            return False
+        (first, low), (second, high) = known[-2:]
+        return high + (high - low) / (second - first) * (candidate.slots - second) > 0
+
+    def _memory_of(self, candidate: Candidate) -> RunMemory | None:
+        """Return the memory of a candidate, estimated once."""
+        if id(candidate) not in self._tried:
+            memory = self._tried[id(candidate)] = _memory(candidate, self._estimator)
+            self._too_large += [(candidate, of_host) for of_host in _exceeded(memory)]
+            if memory is not None and self._likes[candidate.kin][candidate.slots] is candidate:
+                self._excess.setdefault(candidate.kin, {})[candidate.slots] = memory.excess
+        return self._tried[id(candidate)]
+
+
+def _memory(candidate: Candidate, estimator: Estimator) -> RunMemory | None:
+    """Return the memory of a candidate; None if another role can't run with what it inherits."""
+    try:
+        return estimator.memory(candidate.config)
+    except (ModelError, PackingError):
+        return None
+
+
+def _exceeded(memory: RunMemory | None) -> Iterator[bool]:
+    """Yield False if a device has too little memory, and True if the host has; nothing for a candidate that can't run.
+
+    The memory of ranks on CPUs is that of the host.
+    """
+    if memory is None:
+        return
+    if any(pool.on_gpu and pool.limit is not None and pool.peak > pool.limit for pool in memory.pools):
+        yield False
+    if memory.host_limit is not None and memory.host > memory.host_limit:
+        yield True
