@@ -1,7 +1,8 @@
-"""GradientWatch: gradients that are NaN or infinite are a warning; if they stay so, the run ends.
+"""GradientWatch: updates that are lost are a warning; if they stay so, the run ends.
 
-A rank skips an optimizer step whose gradient isn't finite, so the weights stay as they are. A run that skips all of its
-steps from some point on would otherwise finish successfully, with a model that stopped learning at that point.
+A rank skips an optimizer step whose gradient isn't finite, so the weights stay as they are. An off-policy correction
+that excludes every token leaves no gradient of the policy loss. A run that loses all of its updates from some point on
+would otherwise finish successfully, with a model that stopped learning at that point.
 """
 
 import logging
@@ -17,6 +18,13 @@ _ADVICE = (
 )
 
 
+_WIDER = "widen its limits, or choose criteria that don't grow with the length of responses (seq_mean_* for seq_sum_*)"
+
+
+class NothingTrainedError(RuntimeError):
+    """The off-policy correction has excluded every token for many steps."""
+
+
 class NonFiniteGradientError(RuntimeError):
     """The gradients of a role have been NaN or infinite for many steps."""
 
@@ -27,14 +35,17 @@ class GradientWatch:
     def __init__(self) -> None:
         """Start without steps."""
         self._lost: dict[str, int] = {}
+        self._excluded = 0
         self._warned: set[str] = set()
 
     def check(self, step: StepContext) -> None:
-        """Warn once per role about updates that were skipped because the gradient wasn't finite.
+        """Warn once of a correction that excludes all tokens, and once per role of gradients that aren't finite.
 
         Raises:
+            NothingTrainedError: every token of `MOST_LOST` steps in a row was excluded.
             NonFiniteGradientError: a role has lost all updates of `MOST_LOST` steps in a row.
         """
+        self._check_excluded(step)
         for role, (lost, total) in step.nonfinite_updates.items():
             self._lost[role] = self._lost.get(role, 0) + 1 if lost == total else 0
             if lost and role not in self._warned:
@@ -50,3 +61,19 @@ class GradientWatch:
                     f"in all optimizer steps of the last {MOST_LOST} steps, so its weights no longer change; {_ADVICE}"
                     ". Then resume from the newest checkpoint"
                 )
+
+    def _check_excluded(self, step: StepContext) -> None:
+        key = step.excluded_by
+        self._excluded = 0 if key is None else self._excluded + 1
+        if key is not None and key not in self._warned:
+            self._warned.add(key)
+            logger.warning(
+                "step %d: %s excluded every token of the batch, so the policy loss has no gradient; %s. Later steps "
+                "don't repeat this.",
+                *(step.number, key, _WIDER),
+            )
+        if self._excluded >= MOST_LOST:
+            raise NothingTrainedError(
+                f"step {step.number} of {step.progress.phase}: {key} has excluded every token of the last {MOST_LOST} "
+                f"steps, so the policy isn't trained; {_WIDER}. Then resume from the newest checkpoint"
+            )

@@ -60,6 +60,8 @@ def correct_off_policy(
     with step.timer("correction"):
         found = pending.result()
     _record(session, step, _totals_by_lag(found, tokens, lags))
+    if int(tokens.sum()):
+        step.excluded_by = _excludes_all(settings, found)
     added: dict[str, Column] = {}
     if settings.weights != "none":
         added["importance_weights"] = found["importance_weights"]
@@ -69,6 +71,16 @@ def correct_off_policy(
         kept = torch.minimum(found["kept_tokens"], tokens)
         added |= {"kept_mask": found["kept_mask"], "kept_tokens": kept}
     return rollouts.union(added)
+
+
+def _excludes_all(settings: Correction, found: BatchedDataDict) -> str | None:
+    """Return the key that excludes every token of a batch; None if some are left."""
+    if settings.reject and not int(found["kept_tokens"].sum()):
+        return "algorithm.correction.reject"
+    has_band = settings.weights != "none" and settings.lower is not None
+    if has_band and not float(found["mismatch_weight"].sum()):
+        return "algorithm.correction.lower and upper"
+    return None
 
 
 def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[str, Tensor]:

@@ -75,6 +75,7 @@ class StepContext:
         samples: responses to show and store when the step is logged.
         nonfinite_updates: of each trained role, how many optimizer steps had a gradient that isn't finite, and how many
             there were.
+        excluded_by: the key of the off-policy correction that excludes every token of the batch, if any.
     """
 
     number: int
@@ -89,6 +90,7 @@ class StepContext:
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
     nonfinite_updates: dict[str, tuple[int, int]] = field(default_factory=dict)
+    excluded_by: str | None = None
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""

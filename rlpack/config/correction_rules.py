@@ -5,9 +5,17 @@ from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.config.sections.correction_settings import CRITERIA, LOWER_LIMITED, MISMATCHES, OF_KEYS, bounds_of
+from rlpack.config.sections.correction_settings import (
+    CRITERIA,
+    LOWER_LIMITED,
+    MISMATCHES,
+    OF_KEYS,
+    Correction,
+    bounds_of,
+)
 
 _KEY = "algorithm.correction"
+_EQUAL = "the ratio 1 of equal policies, so no token of the newest policy would be trained on; choose a range with 1"
 
 
 def correction_problems(config: Config) -> Iterator[str]:
@@ -37,17 +45,28 @@ def correction_problems(config: Config) -> Iterator[str]:
             f"{_KEY} compares probabilities of the sampler and the trainer, but rollout.vllm.logits_processors changes "
             f"the sampler's only, which would bias every ratio; remove it, or leave {_KEY} out"
         )
-    if correction.lower is not None and correction.lower > correction.upper:
-        yield f"{_KEY}.lower ({correction.lower:g}) exceeds {_KEY}.upper ({correction.upper:g}); lower it"
+    yield from _bound_problems(correction)
     yield from _limit_problems(config)
+
+
+def _bound_problems(correction: Correction) -> Iterator[str]:
+    """Yield problems of the bounds of weights and criteria."""
+    lower, upper = correction.lower, correction.upper
+    if lower is not None and lower > upper:
+        yield f"{_KEY}.lower ({lower:g}) exceeds {_KEY}.upper ({upper:g}); lower it"
+    elif correction.weights != "none" and lower is not None and not lower <= 1 <= upper:
+        yield f"{_KEY}.lower ({lower:g}) and {_KEY}.upper ({upper:g}) exclude {_EQUAL}"
     for name, value in correction.reject.items():
         if name not in CRITERIA:
             yield f"{_KEY}.reject has the criterion {name!r}; choose from {', '.join(CRITERIA)}"
             continue
         try:
-            bounds_of(name, value)
+            least, most = bounds_of(name, value)
         except ValueError as error:
             yield f"{_KEY}.reject.{name} is {value}; {error}"
+            continue
+        if name.endswith("k1") and not least <= 1 <= most:
+            yield f"{_KEY}.reject.{name} is {value}, which excludes {_EQUAL}"
 
 
 def _gives_metrics(config: Config, key: str) -> bool:

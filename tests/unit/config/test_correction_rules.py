@@ -44,6 +44,11 @@ def test_processors_of_logits_that_the_trainer_does_not_have_are_refused_with_th
 @pytest.mark.parametrize(
     ("correction", "text"),
     [
+        (
+            {"weights": "token", "lower": 1.2},
+            "correction.lower (1.2) and algorithm.correction.upper (2) exclude the ratio 1",
+        ),
+        ({"reject": {"seq_mean_k1": [1.0002, 1.1]}}, "reject.seq_mean_k1 is [1.0002, 1.1], which excludes the ratio 1"),
         ({"weights": "token", "lower": 3.0}, "correction.lower (3) exceeds algorithm.correction.upper (2)"),
         ({"bypass": True, "weights": "token"}, "ratio already is the importance weight, and algorithm"),
         ({"reject": {"seq_k1": 1.0}}, "has the criterion 'seq_k1'; choose from token_k1, token_k2"),

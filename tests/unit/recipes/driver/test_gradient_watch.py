@@ -8,7 +8,7 @@ import pytest
 
 from rlpack.batch.store import LocalLease
 from rlpack.config.schema import Trainer
-from rlpack.recipes.driver.gradient_watch import MOST_LOST, GradientWatch, NonFiniteGradientError
+from rlpack.recipes.driver.gradient_watch import MOST_LOST, GradientWatch, NonFiniteGradientError, NothingTrainedError
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.step_context import StepContext
 from tests.unit.recipes.driver.sessions import RecordingRun, session_of
@@ -47,6 +47,29 @@ def test_zero_gradients_are_not_lost(caplog: pytest.LogCaptureFixture):
     for number in range(1, 2 * MOST_LOST):
         watch.check(step_with(number, 0.0))
     assert not caplog.records
+
+
+def test_a_correction_that_excludes_every_token_is_a_warning_and_ends_the_run_if_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+):
+    watch = GradientWatch()
+
+    def take(number: int, excluded_by: str | None) -> None:
+        step = step_with(number, 0.0)
+        step.excluded_by = excluded_by
+        watch.check(step)
+
+    for number in range(1, MOST_LOST):
+        take(number, "algorithm.correction.reject")
+    take(MOST_LOST, None)
+    assert len(caplog.records) == 1
+    assert "step 1: algorithm.correction.reject excluded every token of the batch" in caplog.text
+    for number in range(MOST_LOST + 1, 2 * MOST_LOST):
+        take(number, "algorithm.correction.reject")
+    with pytest.raises(
+        NothingTrainedError, match=r"step 20 of train: algorithm.correction.reject has excluded every tok"
+    ):
+        take(2 * MOST_LOST, "algorithm.correction.reject")
 
 
 def test_the_step_at_which_a_run_ends_is_logged(tmp_path: Path):

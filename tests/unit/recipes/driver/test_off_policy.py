@@ -101,6 +101,22 @@ def test_without_correction_nothing_is_added(tmp_path: Path):
     assert not {"importance_weights", "kept_mask"} & set(updates.batches[0][0])
 
 
+@pytest.mark.parametrize(
+    ("correction", "key"),
+    [
+        ({"reject": {"token_k3": 1e-9}}, "algorithm.correction.reject"),
+        ({"weights": "token", "lower": 0.999999, "upper": 1.000001}, "algorithm.correction.lower and upper"),
+        ({"weights": "token", "lower": 0.5, "reject": {"token_k3": 1.0}}, None),
+    ],
+)
+def test_a_correction_that_excludes_every_token_is_noted(tmp_path: Path, correction: dict[str, Any], key: str | None):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(**correction), old)
+    updates.run(rollouts)
+    assert updates.session.step is not None
+    assert updates.session.step.excluded_by == key
+
+
 TOKENS, ROWS = {"token_k1": [0.8, 1.25]}, {"seq_mean_k1": [0.99, 1.1]}
 
 
