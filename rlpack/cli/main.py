@@ -38,6 +38,7 @@ examples:
 """
 _COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "serve", "simulate", "stop", "submit", "trace", "train")
 _INTERRUPTED = 130
+_MOST_MEGABYTES = 1_000_000
 _JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
 # Options of `rlpack train` that Hydra, which completes its overrides, doesn't know.
 _OWN_OPTIONS = re.compile(r" --(?:dry-run|memory-gb(?:=|\s+)\S+)(?=\s)")
@@ -69,7 +70,7 @@ def _command(arguments: list[str]) -> int:
         parser.error(f"{arguments[0]!r} is not a command; {hint}: {', '.join(_COMMANDS)}")
     parsed = parser.parse_args(arguments)
     if parsed.command in ("report", "trace"):
-        return _report(parsed.run_dir) if parsed.command == "report" else _trace(parsed.run_dir, parsed.out)
+        return _report(parsed.run_dir) if parsed.command == "report" else _trace(parsed)
     parser.print_help()
     return 0
 
@@ -99,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="export a timeline of a run's processes for ui.perfetto.dev")
     trace.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     trace.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/trace.json)")
+    trace.add_argument(
+        "--last-mb",
+        type=_megabytes,
+        metavar="N",
+        help="read only the last N MB of each file in RUN_DIR/spans (default: all)",
+    )
     return parser
 
 
@@ -189,15 +196,26 @@ def _report(run_dir: Path) -> int:
     return 0
 
 
-def _trace(run_dir: Path, out: Path | None) -> int:
+def _megabytes(text: str) -> int:
+    """Return the bytes of a number of megabytes; argparse names the option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < _MOST_MEGABYTES:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and below {_MOST_MEGABYTES:,}")
+    return max(1, int(number * 1e6))
+
+
+def _trace(given: argparse.Namespace) -> int:
     """Write the trace of a run, and print its path."""
     from rlpack.cli.error_text import print_error
     from rlpack.observe.errors import ReportError
     from rlpack.observe.trace import write_trace
 
-    path = run_dir / "trace.json" if out is None else out
+    path = given.run_dir / "trace.json" if given.out is None else given.out
     try:
-        processes = write_trace(run_dir, path)
+        processes = write_trace(given.run_dir, path, last_bytes=given.last_mb)
     except ReportError as error:
         print_error("trace", str(error))
         return 2

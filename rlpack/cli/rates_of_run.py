@@ -26,7 +26,9 @@ _SKIPPED = 2
 # The parts of a step's time that are not training, with a lead and without one. ReMax's greedy responses come after the
 # others. Engines that share GPUs with training wake and sleep only without a lead.
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
-_IN_TURNS = ("time/generate_s", "time/wake_s", "time/sleep_s", *_SCORING)
+_WAKING = ("time/wake_s", "time/sleep_s")
+_IN_TURNS = ("time/generate_s", *_WAKING, *_SCORING)
+_LAYOUT = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 # Parts of training that need no rewards, and so overlap scoring without a lead.
 _BEFORE_REWARDS = ("time/logprobs_s", "time/correction_s", "time/reference_s")
 
@@ -92,6 +94,7 @@ def measured(run_dir: Path, token_s: float | None = None) -> RunRates:
         share_before_rewards=min(1.0, phases.before_rewards_s / max(phases.train_s, 1e-9)),
         scores_apart=scores_apart(config),
         greedy_s=_median(steps, "time/greedy_s"),
+        wake_s=sum(_median(steps, name) for name in _WAKING),
     )
     run_rates = RunRates(
         responses,
@@ -302,6 +305,17 @@ def pool_of(config: Mapping[str, Any], role: str) -> str:
         return str(placement["roles"].get(role, next(iter(placement["pools"]))))
     except (KeyError, TypeError, AttributeError, StopIteration):
         return "main"
+
+
+def layout_takes(config: Mapping[str, Any], ranks: int) -> bool:
+    """Return whether the layout of a run's actor divides a number of ranks; True without the run's configuration."""
+    try:
+        sizes = {name: int(config["actor"]["parallel"][name]) for name in _LAYOUT}
+    except (KeyError, TypeError, ValueError):
+        return True
+    shared = sizes["dp_replicate"] * sizes["cp"] * sizes["tp"] * sizes["pp"]
+    shards = ranks // shared if sizes["dp_shard"] == -1 else sizes["dp_shard"]
+    return shared * shards == ranks and shards * sizes["cp"] % sizes["ep"] == 0
 
 
 def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -12,12 +12,12 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.leads_of_run import lead_limit
 from rlpack.cli.plan_options import OptionParser, check_number
-from rlpack.cli.rates_of_run import RunRates, late_window, measured
+from rlpack.cli.rates_of_run import RunRates, gpus_of, late_window, layout_takes, measured
 from rlpack.cli.setup_keys import setup_keys
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
-from rlpack.observe.run_dir import LENGTHS
+from rlpack.observe.run_dir import LENGTHS, read_config
 from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
 from rlpack.packing.analysis.traces import MAX_ROWS, TRACES, trace
 from rlpack.packing.errors import PackingError
@@ -29,7 +29,7 @@ _WRONG_ARGUMENTS, _WRONG_DATA = 2, 3
 _TRACE_ROWS = 16_384
 _LONGEST_LEAD, _LARGEST_LIMIT = 64, 1000
 _DESCRIPTION = (
-    "Forecast the steps per hour of runs that generate ahead (trainer.lead), for every lead and every split of the "
+    "Forecast the steps per hour of runs that generate ahead (trainer.lead), for every lead and up to 15 splits of the "
     "ranks into engines and training, from the lengths and rates of a run."
 )
 # Add a note if an engine has this many times the responses that were measured.
@@ -110,7 +110,7 @@ def _simulate(given: argparse.Namespace) -> None:
             f"trainer.late_groups.window={window} of the run is not simulated, but adds {window - 1} to the bound of "
             "setups with in_flight"
         )
-    every = list(setups(ranks, leads))
+    every = _setups(ranks, leads, Path(given.lengths))
     bounds = {_name(setup): _bound(setup, window) for setup in every}
     left_out = [] if limit is None else [name for name, bound in bounds.items() if bound > limit]
     steps = min(_MOST_STEPS, max(_LEAST_STEPS, _SIMULATED_ROWS // rates.rows_per_step))
@@ -134,6 +134,28 @@ def _simulate(given: argparse.Namespace) -> None:
         print(note)
     keys = setup_keys(setup, Path(given.lengths))
     print(f"best: {_name(setup)}, {3600 / found.step_s:,.0f} steps an hour: {keys}")
+
+
+def _setups(ranks: int, leads: tuple[int, ...], run_dir: Path) -> list[Setup]:
+    """Return the setups that the run's layout allows; how many are left out is printed.
+
+    Raises:
+        PackingError: there is none.
+    """
+    config = read_config(run_dir) if run_dir.is_dir() else {}
+    every = list(setups(ranks, leads))
+    divided = [setup for setup in every if layout_takes(config, setup.train_ranks)]
+    if len(divided) < len(every):
+        print(
+            f"left out: {len(every) - len(divided)} of {len(every)} setups, whose training ranks the run's layout "
+            "(actor.parallel) doesn't divide"
+        )
+    if not divided:
+        raise PackingError(
+            f"--ranks {ranks} leaves no setup that the run's layout (actor.parallel) allows; use another number of "
+            "ranks, or other --leads"
+        )
+    return divided
 
 
 def _check_numbers(given: argparse.Namespace) -> None:
@@ -213,6 +235,21 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
             "scoring is assumed to overlap generation, because its roles have separate pools in the run; the overrides "
             "below keep them"
         )
+    run_dir = Path(given.lengths)
+    config = read_config(run_dir) if run_dir.is_dir() else {}
+    gpus, of_training = gpus_of(config, "rollout"), gpus_of(config, "actor")
+    if gpus > 1 and setup.lead:
+        yield (
+            f"setups have equally many ranks, but an engine has {gpus:g} GPUs, so those with more engines have more; "
+            f"this one has {setup.engine_ranks * gpus + setup.train_ranks * of_training:g}"
+        )
+    elif gpus > of_training:
+        yield (
+            f"the time of a token was measured with {gpus:g} GPUs for an engine; in turns, it has the {of_training:g} "
+            "of a training rank, so give --token-ms"
+        )
+    if setup.publish == "in_flight" and given.token_ms is None and (config.get("rollout") or {}).get("engine") == "hf":
+        yield "the time of a token was measured with rollout.engine=hf, but this setup needs vLLM; give --token-ms"
     responses = setup.responses_of_an_engine(rates)
     if measured_rates.most_responses is not None and responses > _FURTHER * measured_rates.most_responses:
         yield (

@@ -167,15 +167,25 @@ def train_steps(processes: Sequence[ProcessSpans]) -> list[Span]:
     return sorted(steps, key=lambda step: step.begin_us)
 
 
-def write_trace(run_dir: Path, path: Path) -> list[ProcessSpans]:
+def write_trace(run_dir: Path, path: Path, *, last_bytes: int | None = None) -> list[ProcessSpans]:
     """Write the trace of a run, and return its processes.
+
+    Args:
+        run_dir: the run's directory.
+        path: file to write.
+        last_bytes: see `read_spans`.
 
     Raises:
         ReportError: the run has no spans, or a file can't be read or written.
     """
-    processes = read_spans(run_dir)
+    processes = read_spans(run_dir, last_bytes=last_bytes)
     try:
-        path.write_text(json.dumps({"traceEvents": list(_events(processes))}), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:  # event by event: a whole trace may have gigabytes
+            separator = '{"traceEvents": ['
+            for event in _events(processes):
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+            file.write("]}")
     except OSError as error:
         raise ReportError(f"the trace can't be written to {path}: {error}") from error
     return processes

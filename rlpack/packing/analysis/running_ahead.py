@@ -30,6 +30,7 @@ _MAY_BE_ZERO = frozenset(
         "share_before_rewards",
         "scores_apart",
         "greedy_s",
+        "wake_s",
     }
 )
 
@@ -51,6 +52,7 @@ class Rates:
         scores_apart: whether scoring roles have pools of their own, so that engines get new weights, and generate the
             next batch, while one is scored.
         greedy_s: the part of `score_s` in which engines generate greedy responses, as for ReMax.
+        wake_s: seconds of a step in which engines that share GPUs with training wake and fall asleep, in turns only.
 
     Raises:
         PackingError: a value is out of range.
@@ -67,6 +69,7 @@ class Rates:
     share_before_rewards: float = 0.0
     scores_apart: bool = False
     greedy_s: float = 0.0
+    wake_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -93,6 +96,10 @@ class Setup(NamedTuple):
     publish: Publish
     engine_ranks: int
     train_ranks: int
+
+    def pause_s(self, rates: Rates) -> float:
+        """Return the seconds of a step in which weights are published, and engines wake and fall asleep."""
+        return rates.publish_s + (0.0 if self.lead else rates.wake_s)
 
     def responses_in_flight(self, rates: Rates) -> int:
         """Return the most responses that are in the engines or wait for them: those of all batches in flight."""
@@ -176,9 +183,9 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
             drawn = engines.finish(waiting[-1]) + (rates.greedy_s if rates.scores_apart else rates.score_s)
             waited_s += max(0.0, drawn - now)
             now = max(now, drawn)
-        engines.pause(now, rates.publish_s)
-        now += rates.publish_s
-        published.append(now)
+        engines.pause(now, setup.pause_s(rates))
+        published.append(now + rates.publish_s)
+        now += setup.pause_s(rates)
     span = now - began
     staleness = np.concatenate(lags)
     return RunForecast(

@@ -333,6 +333,45 @@ def test_scoring_and_waking_engines_is_no_training(tmp_path: Path, lead: int, ca
     assert "training 8 tokens/s a rank; publication 1 s; scoring 60 s" in out  # 80 tokens in 10 s
     drain = next(line for line in out.splitlines() if line.startswith("lead 1, drain"))
     assert float(drain.split()[6]) == pytest.approx(71.0, rel=0.05)
+    if not lead:
+        # With half the speed of training, two ranks train as long as the one of the run.
+        assert simulate(str(tmp_path), "--ranks", "2", "--leads", "0", "--train-tokens-per-s", "4") == 0
+        turns = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("in turns"))
+        assert float(turns.split()[5]) == pytest.approx(91.0, rel=0.02)
+
+
+def test_setups_that_the_runs_layout_does_not_divide_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    in_flight_run(tmp_path)
+    of_run = [*VLLM_IN_FLIGHT, "placement.pools.main.ranks=2", "actor.parallel.tp=2", "trainer.lead=1"]
+    (tmp_path / CONFIG).write_text(json.dumps(compose(of_run).model_dump(mode="json")))
+    given = ("--rows-per-step", "4", "--slots", "4", "--token-ms", "50", "--train-tokens-per-s", "40")
+    assert simulate(str(tmp_path), "--ranks", "5", "--leads", "1", *given) == 0
+    out = capsys.readouterr().out
+    assert "left out: 4 of 8 setups, whose training ranks the run's layout (actor.parallel) doesn't divide" in out
+    assert compose([*of_run, *out.splitlines()[-1].rpartition(": ")[2].split()]).placement.pools["main"].ranks in (2, 4)
+    assert simulate(str(tmp_path), "--ranks", "3", "--leads", "0", *given) == 2
+    assert "--ranks 3 leaves no setup that the run's layout" in capsys.readouterr().err
+
+
+def test_engines_with_several_gpus_and_hf_engines_in_flight_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    in_flight_run(tmp_path)
+    text = (tmp_path / CONFIG).read_text().replace("main: {ranks: 2}", "main: {ranks: 2, gpus_per_rank: 1.0}")
+    (tmp_path / CONFIG).write_text(text.replace("engines: {ranks: 1}", "engines: {ranks: 1, gpus_per_rank: 4.0}"))
+    assert simulate(str(tmp_path), "--ranks", "4", "--leads", "2") == 0
+    out = capsys.readouterr().out
+    ranks = {pool: int(count) for pool, count in re.findall(r"pools\.(\w+)\.ranks=(\d)", out)}
+    gpus = 4 * ranks["engines"] + ranks["main"]
+    assert f"but an engine has 4 GPUs, so those with more engines have more; this one has {gpus}" in out
+    assert "measured with rollout.engine=hf" not in out
+    assert simulate(str(tmp_path), "--ranks", "4", "--leads", "0") == 0
+    assert "measured with 4 GPUs for an engine; in turns, it has the 1 of a training rank" in capsys.readouterr().out
+    (tmp_path / CONFIG).write_text(
+        json.dumps(compose(["placement=two_pools", "trainer.lead=1"]).model_dump(mode="json"))
+    )
+    assert simulate(str(tmp_path), "--ranks", "4", "--leads", "2") == 0
+    assert "measured with rollout.engine=hf, but this setup needs vLLM; give --token-ms" in capsys.readouterr().out
 
 
 def run_in_turns(folder: Path, times: dict[str, float], parts: list[tuple[str, float, float]], score_s: float) -> None:

@@ -280,6 +280,18 @@ def test_the_command_names_the_file_and_what_it_left_out(run_dir: Path, capsys: 
     assert "skipped 1 incomplete lines of killed processes" in out
 
 
+def test_the_end_of_long_records_can_be_exported_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    lines = (run_dir / "spans" / "c.jsonl").read_text().splitlines()
+    last = len(lines[-1]) + 2
+    assert main(["trace", str(run_dir), "--last-mb", str(last / 1e6)]) == 0
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    driver = [event["ts"] for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert driver == [json.loads(lines[-1])[1]]
+    with pytest.raises(SystemExit):
+        main(["trace", str(run_dir), "--last-mb", "0"])
+    assert "0 is not a number above 0" in capsys.readouterr().err
+
+
 def test_a_folder_without_spans_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ReportError, match=r"contains no spans/\*\.jsonl"):
         read_spans(tmp_path)
