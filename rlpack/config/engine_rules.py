@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from rlpack.config.recipes import EVALUATE_TARGET, recipe_section
+from rlpack.config.recipes import recipe_of, recipe_section
 from rlpack.config.roles import gpus_per_rank, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.sections.evaluation_settings import Evaluate
@@ -82,7 +82,7 @@ def engine_warnings(config: Config) -> Iterator[str]:
 
 def _largest_group(config: Config) -> tuple[str, int]:
     """Return the most responses to a prompt, and the key that sets them."""
-    if config.recipe.target == EVALUATE_TARGET:
+    if Evaluate in recipe_of(config).sections.values():
         return "evaluate.samples", recipe_section(config, Evaluate).samples
     sizes = {"trainer.group_size": config.trainer.group_size, "evaluation.samples": config.evaluation.samples}
     return max(sizes.items(), key=lambda item: item[1])
