@@ -1,12 +1,13 @@
 """Write text files that a crash or a full disk leaves either old or new, never cut short or empty."""
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write or replace a UTF-8 text file, and wait until it is on disk.
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write or replace a UTF-8 text file, given whole or in parts, and wait until it is on disk.
 
     It is written as `.<name>`, which a crash may leave and the next call overwrites, and then renamed.
 
@@ -16,7 +17,7 @@ def write_whole(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}")
     try:
         with staging.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+            stream.writelines([text] if isinstance(text, str) else text)
             stream.flush()
             os.fsync(stream.fileno())
         staging.replace(path)

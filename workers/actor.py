@@ -168,7 +168,8 @@ class ActorWorker(SteppedRole):
         Returns:
             The sums of `rlpack.algorithms.correction.correction_sums`; with `lead`, the same for the tokens of each lag
             k, with the prefix `lag<k>_`; with weights, `importance_weights` f32 [T]; with rejection criteria,
-            `kept_mask` bool [T] and `kept_tokens` int64 [B].
+            `kept_mask` bool [T] and `kept_tokens` int64 [B]; with either, `weighted_tokens` int64 [B], the tokens that
+            are kept and have a weight above 0.
         """
         mask, own, sampled = (shard[name] for name in ("response_mask", "logprobs", "rollout_logprobs"))
         columns: dict[str, Any] = {}
@@ -182,6 +183,10 @@ class ActorWorker(SteppedRole):
             kept = kept_tokens(own.values, sampled.values, mask, settings.bounds)
             columns["kept_mask"] = mask.with_values(kept)
             columns["kept_tokens"] = columns["kept_mask"].count_nonzero()
+        if weights is not None or kept is not None:
+            counts = torch.ones_like(mask.values) if kept is None else kept
+            counts = counts if weights is None else counts & (weights > 0)
+            columns["weighted_tokens"] = mask.with_values(mask.values & counts).count_nonzero()
         parts = {} if lead is None else lag_masks(mask, shard["policy_version"].values, newest, range(lead + 1))
         for prefix, part in {"": mask, **{f"lag{lag}_": part for lag, part in parts.items()}}.items():
             sums = correction_sums(own.values, sampled.values, part, weights, free, kept)

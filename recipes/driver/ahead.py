@@ -40,8 +40,8 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    slots that threads of earlier batches also want. The main thread waits for the other threads, but no call that they
    wait for waits for them, because a pool that generates runs no role of the main thread (`rlpack.config.ahead_rules`).
    If all engines have failed, a thread waits for the next publication, which replaces them; while the main thread
-   itself waits for a batch, it replaces them. So it does while it waits for an evaluation, which can't go on with new
-   weights and fails if the actor has them. The other threads may wait for room in the object store. The main thread
+   itself waits for a batch, it replaces them. It also replaces them while it waits for an evaluation, which fails if
+   the actor has been trained since it began. The other threads may wait for room in the object store. The main thread
    makes room by releasing a step's payloads and its batch, which `publish` does before it waits. If the main thread is
    waiting for a draw, and only its own releases could make room for that draw, the draw fails at once
    (`rlpack.distributed.ray_store`). A batch that could take room that earlier ones, or the step in progress, still need

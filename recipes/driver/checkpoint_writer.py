@@ -215,7 +215,7 @@ class CheckpointWriter:
         return checkpoint.commit
 
     def _finish_saves(self, groups: Iterable[WorkerGroup[Any]]) -> None:
-        """Wait until roles have written; after an error also for the others, which could not save again otherwise."""
+        """Wait for the saves of all groups, even after an error: ranks with an unfinished save can't start another."""
         with ExitStack() as stack:
             for group in groups:
                 stack.callback(group.run, Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)

@@ -1,4 +1,4 @@
-"""GradientWatch: updates that are lost are a warning; if they stay so, the run ends.
+"""GradientWatch: warn about lost updates, and end the run if they persist.
 
 A rank skips an optimizer step whose gradient isn't finite, so the weights stay as they are. An off-policy correction
 that excludes every token leaves no gradient of the policy loss. A run that loses all of its updates from some point on
@@ -16,8 +16,6 @@ MOST_LOST = 10
 _ADVICE = (
     "lower its optimizer's learning_rate, set its precision=fp32, or look for rewards and advantages that are too large"
 )
-
-
 _WIDER = "widen its limits, or choose criteria that don't grow with the length of responses (seq_mean_* for seq_sum_*)"
 
 
@@ -30,7 +28,7 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class GradientWatch:
-    """Counts the steps in a row that lost all updates of a role."""
+    """Counts the steps in a row that lost all updates of a role, or whose tokens were all excluded."""
 
     def __init__(self) -> None:
         """Start without steps."""

@@ -74,13 +74,11 @@ def correct_off_policy(
 
 
 def _excludes_all(settings: Correction, found: BatchedDataDict) -> str | None:
-    """Return the key that excludes every token of a batch; None if some are left."""
-    if settings.reject and not int(found["kept_tokens"].sum()):
-        return "algorithm.correction.reject"
-    has_band = settings.weights != "none" and settings.lower is not None
-    if has_band and not float(found["mismatch_weight"].sum()):
-        return "algorithm.correction.lower and upper"
-    return None
+    """Return the keys that exclude every token of a batch, alone or together; None if some are left."""
+    if "weighted_tokens" not in found or int(found["weighted_tokens"].sum()):
+        return None
+    names = [name for name, value in (("reject", settings.reject), ("lower", settings.lower)) if value]
+    return " and ".join(f"algorithm.correction.{name}" for name in names or ["weights"])
 
 
 def importance_scale(rollouts: BatchedDataDict, settings: Correction) -> dict[str, Tensor]:

@@ -149,7 +149,7 @@ class Router:
                 self._access.wait_for_turn(self._generation)
             if self._num_starts != self._group.ranks.num_starts:
                 self._lose_all(calls)
-            # An engine with a late response completes its others first.
+            # An engine with a late response finishes its other rows before it is replaced.
             if not self._healthy and not calls and not any(self._in_flight.values()):
                 self._get_engines()
             if not self._access.is_wanted:

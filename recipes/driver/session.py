@@ -265,9 +265,9 @@ class Session:
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def renew_engines(self, generation: int | None, none_is_left: bool) -> bool:
-        """Replace the engines that failed, for a generation or all; return whether that was possible at this moment.
+        """Replace the engines that failed, for a generation or (None) for all; return whether that was possible now.
 
-        Generations in other threads wait for the main thread, whose actor may have other weights; with kept ones, only
+        Other threads leave it to the main thread, whose actor may have other weights; with drain and kept weights, only
         while an engine is left.
 
         Raises:

@@ -76,7 +76,7 @@ class Candidate:
         return self.plan.microbatch.slots / self.layout[1]
 
     @property
-    def kin(self) -> tuple[Any, ...]:
+    def comparable(self) -> tuple[Any, ...]:
         """Return the settings that are equal in candidates that differ only in slots and replicas."""
         return *self.family, self.layout[1], self.values.get("actor.offload"), self.plan.several
 

@@ -22,7 +22,7 @@ class LayoutSearch:
     Of a family of candidates, the one with the least memory of a device comes first: if a device has less, none of them
     fits. Then come those with smaller microbatches than the candidate's, in ascending order: they take less time to
     estimate, and if one is too large, so is the candidate. If only host memory is too small for what it offloads,
-    others may fit. One that can't run says nothing about the memory of others.
+    others may fit. A candidate that can't run rules out no others.
     """
 
     def __init__(self, ordered: list[Candidate], estimator: Estimator, began: float) -> None:
@@ -30,10 +30,9 @@ class LayoutSearch:
         by_thrift = sorted(ordered, key=lambda each: each.thrift[2:])
         self._least = {each.family: each for each in by_thrift}
         # Of candidates that differ only in replicas, the one with the least memory, by its slots.
-        self._likes: dict[tuple[Any, ...], dict[float, Candidate]] = {}
+        self._by_slots: dict[tuple[Any, ...], dict[float, Candidate]] = {}
         for each in by_thrift:
-            self._likes.setdefault(each.kin, {})[each.slots] = each
-        self._excess: dict[tuple[Any, ...], dict[float, int]] = {}  # of those that were estimated
+            self._by_slots.setdefault(each.comparable, {})[each.slots] = each
         self._too_large: list[tuple[Candidate, bool]] = []  # and whether it is too large for the host
         self._tried: dict[int, RunMemory | None] = {}
         self._found: dict[tuple[int, ...], tuple[Candidate, RunMemory]] = {}
@@ -61,32 +60,19 @@ class LayoutSearch:
     def _before(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield what is estimated for a candidate, which comes last."""
         yield self._least[candidate.family]
-        likes = self._likes[candidate.kin]
-        yield from (likes[slots] for slots in sorted(likes) if slots <= candidate.slots)
+        by_slots = self._by_slots[candidate.comparable]
+        yield from (by_slots[slots] for slots in sorted(by_slots) if slots <= candidate.slots)
         yield candidate
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Return whether a candidate certainly doesn't fit.
-
-        The memory over its limit is the largest of several sums that are linear in the slots, so it lies above every
-        line through two of its values with fewer slots.
-        """
-        if any(candidate.takes_more(one, of_host=host) for one, host in self._too_large):
-            return True
-        known = sorted(self._excess.get(candidate.kin, {}).items())
-        known = [(slots, excess) for slots, excess in known if slots < candidate.slots]
-        if len(known) < 2:
-            return False
-        (first, low), (second, high) = known[-2:]
-        return high + (high - low) / (second - first) * (candidate.slots - second) > 0
+        """Return whether a candidate certainly doesn't fit."""
+        return any(candidate.takes_more(one, of_host=of_host) for one, of_host in self._too_large)
 
     def _memory_of(self, candidate: Candidate) -> RunMemory | None:
         """Return the memory of a candidate, estimated once."""
         if id(candidate) not in self._tried:
             memory = self._tried[id(candidate)] = _memory(candidate, self._estimator)
             self._too_large += [(candidate, of_host) for of_host in _exceeded(memory)]
-            if memory is not None and self._likes[candidate.kin][candidate.slots] is candidate:
-                self._excess.setdefault(candidate.kin, {})[candidate.slots] = memory.excess
         return self._tried[id(candidate)]
 
 

@@ -68,7 +68,7 @@ def main(
 
 
 def _why_none_fits(config: Config, estimator: Estimator) -> str | None:
-    """Return why the engine, which all variants share, fits with none of them; None if it may fit."""
+    """Return why no variant fits with the engine, which all of them share; None if one may."""
     if estimator.engine(config) is None:
         return None
     alone = estimator.memory_without_models(config)

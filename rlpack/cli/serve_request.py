@@ -202,8 +202,8 @@ def _check_port(host: str, port: int) -> None:
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
             raise to_config_error(
-                f"--host is {host!r}, which is no address of this machine: {reason}; use 127.0.0.1 for this machine "
-                "alone, or 0.0.0.0 for all of its addresses"
+                f"--host is {host!r}, which is not an address of this machine: {reason}; use 127.0.0.1 for this "
+                "machine alone, or 0.0.0.0 for all of its addresses"
             ) from error
         raise to_config_error(
             f"--port is {port}, but the server can't listen on it at {host}: {reason}; choose another, or 0 for any"

@@ -243,10 +243,10 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
             f"setups have equally many ranks, but an engine has {gpus:g} GPUs, so those with more engines have more; "
             f"this one has {setup.engine_ranks * gpus + setup.train_ranks * of_training:g}"
         )
-    elif gpus > of_training:
+    elif gpus > of_training and not setup.lead and given.token_ms is None:
         yield (
-            f"the time of a token was measured with {gpus:g} GPUs for an engine; in turns, it has the {of_training:g} "
-            "of a training rank, so give --token-ms"
+            f"the time of a token was measured on engines with {counted(int(gpus), 'GPU')}; in turns, an engine has "
+            f"only the {of_training:g} of a training rank, so give --token-ms"
         )
     if setup.publish == "in_flight" and given.token_ms is None and (config.get("rollout") or {}).get("engine") == "hf":
         yield "the time of a token was measured with rollout.engine=hf, but this setup needs vLLM; give --token-ms"

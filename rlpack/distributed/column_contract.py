@@ -104,7 +104,7 @@ def _missing(call: str, name: str, columns: list[str], producers: Producers) -> 
     made_by = f"; {name!r} is returned by {' and '.join(producers[name])}" if name in producers else ""
     nearest = get_close_matches(name, columns, n=1)
     meant = f" (did you mean {nearest[0]!r}?)" if nearest and not made_by else ""
-    remedy = made_by or "; correct reads= of its @sharded(...), or give it a batch that has the column"
+    remedy = made_by or "; correct reads= of the method's decorator, or pass a batch that has the column"
     return (
         f"{call} reads the column {name!r}{meant}, and the batch has only {', '.join(columns) or 'no columns'}{remedy}"
     )

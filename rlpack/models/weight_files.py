@@ -21,8 +21,8 @@ from torch import Tensor
 
 # Maximum number of bytes read at a time, in addition to the tensor that they are copied into.
 _BLOCK_BYTES = 64 * 2**20
-# From this many consecutive bytes on, a read of their own is faster than one that includes what lies between.
-_RUN_BYTES = 2**20
+# Runs of at least this many bytes are read one by one, shorter ones together with the bytes between them.
+_RUN_BYTES = 2**16
 # A file begins with the size of its header, an unsigned integer.
 _SIZE_BYTES = 8
 _DTYPES = {
@@ -32,6 +32,11 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -151,7 +156,7 @@ class WeightFiles:
         if self.shapes[left] != self.shapes[right]:
             return False
         sides = [self._flat(left), self._flat(right)]
-        common = torch.promote_types(*(side.dtype for side in sides))
+        common = sides[0].dtype if sides[0].dtype == sides[1].dtype else torch.float64
         buffers, count = [_buffer_of(sides) for _ in sides], _BLOCK_BYTES // max(side.entry_bytes for side in sides)
         total = prod(self.shapes[left])
         for start in range(0, total, count):

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from rlpack.observe.errors import ReportError
 from rlpack.safe_files import open_regular
 from rlpack.spans import FOLDER
+from rlpack.whole_files import write_whole
 
 DRIVER, MAIN_THREAD = "driver", "MainThread"
 _STEP = "train step "
@@ -180,15 +181,19 @@ def write_trace(run_dir: Path, path: Path, *, last_bytes: int | None = None) -> 
     """
     processes = read_spans(run_dir, last_bytes=last_bytes)
     try:
-        with path.open("w", encoding="utf-8") as file:  # event by event: a whole trace may have gigabytes
-            separator = '{"traceEvents": ['
-            for event in _events(processes):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-            file.write("]}")
+        write_whole(path, _texts(processes))
     except OSError as error:
         raise ReportError(f"the trace can't be written to {path}: {error}") from error
     return processes
+
+
+def _texts(processes: Sequence[ProcessSpans]) -> Iterator[str]:
+    """Yield the parts of a trace, event by event: a whole one may have gigabytes."""
+    separator = '{"traceEvents": ['
+    for event in _events(processes):
+        yield separator + json.dumps(event)
+        separator = ",\n"
+    yield "]}"
 
 
 def _events(processes: Sequence[ProcessSpans]) -> Iterator[dict[str, Any]]:

@@ -16,13 +16,12 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.score_requests import AttemptFailedError, RequestSettings, ScoreRequests, excerpt
 
-# With quotes, brackets and Markdown around either side, but not the score that is possible at most.
+# With quotes, brackets and Markdown around either side. A score with one of the first words is a limit, not the score.
 _SCORE = re.compile(
-    r"""(?<![a-z])(?<!max[\s_-])(?<!maximum[\s_-])(?<!highest[\s_-])(?<!possible[\s_-])"""
-    r"""score["'*_`]*\s*[:=：][\s"'*_`<\[($]*(-?\d++(?:[.,]\d++)*+(?:e[-+]?\d++)?)""",
-    re.IGNORECASE,
+    r"""(?:\b((?i:max|min|highest|lowest|best|top|full|possible|passing)(?:imum)?)[\W_]*|(?<![A-Za-z])|(?<=[a-z])(?=S))"""
+    r"""(?i:score)["'*_`]*\s*[:=：][\s"'*_`<\[($]*(-?\d++(?:[.,]\d++)*+(?:[eE][-+]?\d++)?)""",
 )
-# Others, such as 1,000 or 1e3, are no score.
+# Only plain decimals count, not 1,000 or 1e3.
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 # The placeholder that stands for a setting, not for a column.
@@ -158,7 +157,7 @@ def parse_score(answer: str, max_score: float) -> float | None:
     >>> parse_score("It could be a Score: 3. No: **Score: 7.5**", 10.0), parse_score("Score: 11", 10.0)
     (7.5, None)
     """
-    scores = _SCORE.findall(answer)
+    scores = [number for limit, number in _SCORE.findall(answer) if not limit]
     if not scores or not _NUMBER.fullmatch(scores[-1]):
         return None
     score = float(scores[-1])

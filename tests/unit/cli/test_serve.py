@@ -146,7 +146,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(model):
 
 @pytest.mark.usefixtures("installed")
 def test_the_address_of_another_machine_is_refused_by_its_own_option(model):
-    text = "--host is '192.0.2.7', which is no address of this machine: Cannot assign requested address; use 127.0.0.1"
+    text = (
+        "--host is '192.0.2.7', which is not an address of this machine: Cannot assign requested address; use 127.0.0.1"
+    )
     assert text in refusal(model, "--host", "192.0.2.7", "--token-env", "MINE", MINE=TOKEN)
 
 

@@ -366,7 +366,10 @@ def test_engines_with_several_gpus_and_hf_engines_in_flight_are_noted(
     assert f"but an engine has 4 GPUs, so those with more engines have more; this one has {gpus}" in out
     assert "measured with rollout.engine=hf" not in out
     assert simulate(str(tmp_path), "--ranks", "4", "--leads", "0") == 0
-    assert "measured with 4 GPUs for an engine; in turns, it has the 1 of a training rank" in capsys.readouterr().out
+    assert (
+        "measured on engines with 4 GPUs; in turns, an engine has only the 1 of a training rank"
+        in capsys.readouterr().out
+    )
     (tmp_path / CONFIG).write_text(
         json.dumps(compose(["placement=two_pools", "trainer.lead=1"]).model_dump(mode="json"))
     )

@@ -56,9 +56,10 @@ def test_any_part_of_any_tensor_has_the_files_values(tmp_path_factory: pytest.Te
         ((4096, 8192), (slice(0, 4096),)),
         ((16, 1024, 2048), (slice(2, 4),)),
         ((16, 1024, 2048), (slice(0, 16), slice(256, 512))),
+        ((64, 256, 1024), (slice(0, 64), slice(32, 64))),
         ((1, 4096, 8192), (slice(0, 1), slice(1024, 1536))),
     ],
-    ids=["rows", "whole", "experts", "rows of experts", "rows of one entry"],
+    ids=["rows", "whole", "experts", "rows of experts", "few rows of experts", "rows of one entry"],
 )
 def test_a_part_costs_its_own_bytes_and_a_block(tmp_path: Path, shape: tuple[int, ...], place: tuple[slice, ...]):
     rise, path = MemoryRise(), saved(tmp_path, whole=torch.zeros(shape, dtype=torch.bfloat16))
@@ -79,11 +80,20 @@ def test_equal_compares_values_of_any_shape_and_dtype(tmp_path: Path, monkeypatc
     one = torch.arange(100.0).reshape(20, 5)
     last = one.clone()
     last[-1, -1] += 1
-    path = saved(tmp_path, one=one, same=one.clone(), half=one.bfloat16(), last=last, shape=one.reshape(5, 20).clone())
+    path = saved(
+        tmp_path,
+        one=one,
+        same=one.clone(),
+        half=one.bfloat16(),
+        small=one.to(torch.float8_e4m3fn),
+        last=last,
+        shape=one.reshape(5, 20).clone(),
+    )
     scalars = {"scalar": torch.tensor(2.0), "equal scalar": torch.tensor(2.0), "other scalar": torch.tensor(3.0)}
     save_file(scalars, tmp_path / "scalars.safetensors")
     files = WeightFiles([path, tmp_path / "scalars.safetensors"])
     assert [files.equal("one", other) for other in ("same", "half", "last", "shape")] == [True, True, False, False]
+    assert not files.equal("half", "small")  # e4m3 has no 17
     assert [files.equal("scalar", other) for other in ("equal scalar", "other scalar")] == [True, False]
 
 
@@ -104,14 +114,14 @@ def test_a_file_that_is_replaced_is_still_read_whole_and_one_that_is_cut_is_an_e
 
 def test_only_reading_a_tensor_of_an_unknown_dtype_is_an_error(tmp_path: Path):
     header: dict[str, Any] = {
-        "scale": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]},
+        "scale": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]},
         "weight": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
     }
     text = json.dumps(header).encode()
     numbers = bytes(4) + torch.ones(1).numpy().tobytes()
     (tmp_path / "some.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + numbers)
     files = WeightFiles([tmp_path / "some.safetensors"])
-    assert files.shapes == {"scale": (4,), "weight": (1,)}
+    assert files.shapes == {"scale": (8,), "weight": (1,)}
     assert files.read("weight", torch.float32).tolist() == [1.0]
-    with pytest.raises(ValueError, match=r"some.safetensors has a tensor of the dtype F8_E8M0; only F64, F32, "):
+    with pytest.raises(ValueError, match=r"some.safetensors has a tensor of the dtype F4; only F64, F32, "):
         files.read("scale", torch.float32)

@@ -16,6 +16,7 @@ from rlpack.observe.errors import ReportError
 from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.timeline import Timeline, timeline_figure
 from rlpack.observe.trace import ProcessSpans, Span, idle_spans, read_spans, train_steps, write_trace
+from tests.file_sizes import no_larger_than
 
 MS = 1000
 DRIVER = [["train step 1", 0, 100 * MS, "MainThread"], ["train step 2", 100 * MS, 100 * MS, "MainThread"]]
@@ -278,6 +279,13 @@ def test_the_command_names_the_file_and_what_it_left_out(run_dir: Path, capsys: 
     out = capsys.readouterr().out
     assert f"{run_dir / 'trace.json'}: open it at https://ui.perfetto.dev" in out
     assert "skipped 1 incomplete lines of killed processes" in out
+
+
+def test_a_full_disk_leaves_the_earlier_trace(run_dir: Path):
+    (run_dir / "trace.json").write_text("earlier")
+    with no_larger_than(100), pytest.raises(ReportError, match=r"the trace can't be written to .*: .*File too large"):
+        write_trace(run_dir, run_dir / "trace.json")
+    assert (run_dir / "trace.json").read_text() == "earlier"
 
 
 def test_the_end_of_long_records_can_be_exported_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]):

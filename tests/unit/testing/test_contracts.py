@@ -257,7 +257,7 @@ def test_a_role_that_keeps_its_contracts_passes():
         (UnbuiltByExit, "build", "from_settings raised SystemExit: 3; fix from_settings"),
         (Raising, "returns", r"there is no column 'level'; the .* uid \(.*test_contracts.py, line \d+\)$"),
         (Exiting, "returns", r"rank 0, in score: SystemExit: 3 \(.*test_contracts.py, line \d+\)$"),
-        (Misspelt, "returns", r"'compleion' \(did you mean 'completion'\?\), .* uid; correct reads= of its @sh"),
+        (Misspelt, "returns", r"'compleion' \(did you mean 'completion'\?\), .* uid; correct reads= of the method's"),
         (Undeclared, "returns", "without 'effrot', which its decorator declares; return it, or correct returns=$"),
         (Short, "returns", r"it returned 12 rows for a shard of 13, without id \d+; return every row [^;]*$"),
         (WritingLists, "returns", r"it wrote into its shard \('completion' .*; make a copy: copy.deepcopy\(column\)$"),

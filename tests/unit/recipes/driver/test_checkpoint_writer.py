@@ -45,7 +45,10 @@ class Role:
         return self.is_done
 
     def finish_save(self, timeout_s: float) -> None:
-        self.deadline_s, self.is_saving = timeout_s, False
+        self.deadline_s = timeout_s
+        if not self.is_saving:  # as ranks do
+            return
+        self.is_saving = False
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure

@@ -44,5 +44,5 @@ def test_a_full_disk_while_the_model_is_written_says_how_to_write_it_later(tmp_p
     with no_larger_than(1000), pytest.raises(CheckpointError, match=text):
         export_models(session)
     (note,) = run_of(session).notes
-    assert note.endswith(f"room for the models, write them with run_dir={tmp_path} resume=auto")
+    assert note.endswith(f"the cause is fixed, write the models with run_dir={tmp_path} resume=auto")
     assert not (tmp_path / "model").exists()

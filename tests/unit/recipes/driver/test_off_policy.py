@@ -105,7 +105,11 @@ def test_without_correction_nothing_is_added(tmp_path: Path):
     ("correction", "key"),
     [
         ({"reject": {"token_k3": 1e-9}}, "algorithm.correction.reject"),
-        ({"weights": "token", "lower": 0.999999, "upper": 1.000001}, "algorithm.correction.lower and upper"),
+        ({"weights": "token", "lower": 0.999999, "upper": 1.000001}, "algorithm.correction.lower"),
+        (
+            {"weights": "token", "lower": 0.999999, "upper": 1.1, "reject": {"token_k1": [0.1, 1.000001]}},
+            "algorithm.correction.reject and algorithm.correction.lower",
+        ),
         ({"weights": "token", "lower": 0.5, "reject": {"token_k3": 1.0}}, None),
     ],
 )

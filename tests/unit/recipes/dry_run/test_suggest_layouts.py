@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from rlpack.packing import Batching
 from rlpack.recipes.dry_run import layout_search
 from rlpack.recipes.dry_run.changes import with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
-from rlpack.recipes.dry_run.layout_candidates import candidates
+from rlpack.recipes.dry_run.layout_candidates import Candidate, candidates
 from rlpack.recipes.dry_run.layout_search import LayoutSearch
 from rlpack.recipes.dry_run.run_memory import RunMemory
 from rlpack.recipes.dry_run.suggest_layouts import main
@@ -284,20 +285,33 @@ def test_no_layout_is_tried_if_generation_alone_needs_too_much(
     )
 
 
-def test_slower_to_estimate_candidates_are_left_out_where_smaller_ones_tell_that_they_are_too_large():
-    given = config(4)
-    estimator, sizes = open_estimator(given, 80), list[float]()
+def test_the_search_finds_what_trying_everything_finds():
+    # Memory is concave at 512 slots, the rows of logits that are computed at a time.
+    given = config(2, batching=Batching(max_tokens=1024), actor=Actor(isolation_check=False, logprob_chunk=512))
+    estimator = open_estimator(given, 80)
     ordered = sorted(candidates(given, estimator, tflops=100.0, overhead_ms=1.0), key=lambda each: each.order)
-    memory, slots_of = estimator.memory, {id(each.config): each.slots for each in ordered}
+    known: dict[int, RunMemory] = {id(each.config): estimator.memory(each.config) for each in ordered}
+    of_limit, tried = MemoryLimits(0, None), list[float]()
 
-    def noted(variant: Config) -> RunMemory:
-        sizes.append(slots_of[id(variant)])
-        return memory(variant)
+    def with_limit(variant: Config) -> RunMemory:
+        tried.append(slots_of[id(variant)])
+        memory = known[id(variant)]
+        return replace(memory, pools=tuple(replace(pool, limit=of_limit.device) for pool in memory.pools))
 
-    estimator.__dict__["memory"] = noted
-    estimator.limits = MemoryLimits(0, None)  # nothing fits
-    assert LayoutSearch(ordered, estimator, math.inf).run() == ([], False)
-    assert max(sizes) < max(slots_of.values()), "one of the largest microbatches was estimated for nothing"
+    slots_of = {id(each.config): each.slots for each in ordered}
+    estimator.__dict__["memory"] = with_limit
+    peaks = sorted({max(pool.peak for pool in memory.pools) for memory in known.values()})
+    for limit in [0, *peaks[:: max(1, len(peaks) // 12)], peaks[-1]]:
+        of_limit = MemoryLimits(limit, None)
+        fits = [each for each in ordered if all(pool.peak <= limit for pool in known[id(each.config)].pools)]
+        first: dict[tuple[int, ...], Candidate] = {}
+        for each in fits:
+            first.setdefault(each.layout, each)
+        tried.clear()
+        found = [candidate for candidate, _ in LayoutSearch(ordered, estimator, math.inf).run()[0]]
+        assert found == list(first.values())[:3]
+        if not fits:
+            assert max(tried) < max(slots_of.values()), "one of the largest microbatches was estimated for nothing"
 
 
 def test_the_model_of_a_critic_of_its_own_is_checked_not_the_policy(tmp_path: Path):
