@@ -71,6 +71,7 @@ class RolloutWorker(Worker):
         self._in_flight: RowsInFlight | None = None
         self._is_unhealthy = self._is_interrupted = False
         self._engine = engine
+        self._layout: WeightLayout | None = None
         self._tokenizer = tokenizer
         self._canary_tolerance, self._is_calibrated = canary_tolerance, False
         self._received = BucketReceiver("rollout")
@@ -213,6 +214,8 @@ class RolloutWorker(Worker):
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
         self._engine, self._is_unhealthy = self._rebuild(), False
+        if self._layout is not None:  # the next publication doesn't agree on it again
+            self._engine.check_weights(self._layout)
         if self._is_interrupted:
             self.interrupt()
         if self._in_flight is not None:
@@ -251,6 +254,7 @@ class RolloutWorker(Worker):
             EngineError: a name or a shape does not fit.
         """
         self._engine.check_weights(layout)
+        self._layout = layout
         self._received.open(len(layout))
 
     @broadcast

@@ -15,8 +15,11 @@ from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sle
 from rlpack.config.schema import Config
 from rlpack.distributed.errors import in_units
 from rlpack.models.errors import ModelError
+from rlpack.models.weight_stream import BUCKET_BYTES
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 
+# Number of buckets of weights that are in flight to an engine at one time.
+IN_FLIGHT = 2
 # vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
 _WHOLE_GPU, _SHARED_GPU = 0.92, 0.5
 # Models below this size have a second copy of their weights while they generate (`rlpack.rollout.fused_linear`).
@@ -41,6 +44,8 @@ class EngineMemory:
         start: bytes of a whole model in host memory next to a GPU, while the engine starts.
         share: bytes that vLLM takes for weights and cache; None without such a limit.
         row: bytes that the cache of the longest row certainly has, without which vLLM doesn't start.
+        bucket: bytes of the largest part of the weights that is sent at once.
+        received: bytes of the shared memory in which weights reach an engine on a CPU, which keeps it.
     """
 
     weights: int
@@ -51,6 +56,8 @@ class EngineMemory:
     start: int = 0
     share: int | None = None
     row: int = 0
+    bucket: int = BUCKET_BYTES
+    received: int = 0
 
     @property
     def missing(self) -> int:
@@ -70,12 +77,12 @@ class EngineMemory:
     @property
     def kept(self) -> int:
         """Return the bytes on the device while other roles work."""
-        return 0 if self.sleeps else self.weights + (self.cache if self.keeps_cache else 0)
+        return 0 if self.sleeps else self.weights + self.received + (self.cache if self.keeps_cache else 0)
 
     @property
     def call(self) -> int:
         """Return the additional bytes on the device while it generates."""
-        return self.weights + self.cache - self.kept
+        return self.weights + self.received + self.cache - self.kept
 
 
 def engine_memory(
@@ -99,7 +106,7 @@ def engine_memory(
         cache = 0
         with suppress(ModelError):  # states of recurrent models don't grow with the row
             cache = _buffered_bytes(config, model, running)
-        return EngineMemory(weights, cache + prepared, start=weights if gpus else 0)
+        return EngineMemory(weights, cache + prepared, start=weights if gpus else 0, bucket=_bucket_bytes(model, 4))
     shape = Shape.of(model.config)
     dtype = config.rollout.dtype or config.actor.precision
     weights = numbers * (2 if dtype == "bf16" else 4) // max(1, gpus)
@@ -107,6 +114,9 @@ def engine_memory(
     arguments = engine_arguments(settings, shape, model="", dtype=dtype, max_length=longest, gpus=gpus)
     asleep = sleep_level(config)
     kept: dict[str, Any] = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
+    kept["bucket"] = _bucket_bytes(model, 2 if dtype == "bf16" else 4)
+    if not gpus:  # see `rlpack.rollout.vllm.weight_buffers`
+        kept["received"] = min(weights, IN_FLIGHT * kept["bucket"])
     if gpus and config.model.path is None:  # a new model is built whole, and written for vLLM to read
         kept["start"] = 4 * numbers
     if "kv_cache_memory_bytes" in arguments:
@@ -119,6 +129,11 @@ def engine_memory(
         }
     # vLLM's default share of 0.92 is more than a limit of 90 % of a GPU: its cache counts as a share of the limit.
     return EngineMemory(weights, max(0, int(gpu_share(config) * device_bytes) - weights), **kept)
+
+
+def _bucket_bytes(model: PreTrainedModel, itemsize: int) -> int:
+    """Return the size of the largest bucket of a model's weights, in bytes: a larger tensor is a bucket by itself."""
+    return max(BUCKET_BYTES, itemsize * max((weight.numel() for weight in model.parameters()), default=0))
 
 
 def _buffered_bytes(config: Config, model: PreTrainedModel, rows: int) -> int:

@@ -104,7 +104,8 @@ def _pool_lines(pool: PoolMemory) -> Iterator[str]:
     if (engine := pool.engine) is not None:
         asleep = ", freed while other roles work" if engine.sleeps else ""
         use = "for its KV cache, kept while other roles work" if engine.keeps_cache else f"while it generates{asleep}"
-        yield f"engine: {in_units(engine.weights)} of weights, {in_units(engine.cache)} more {use}"
+        shared = f"; {in_units(engine.received)} of shared memory, in which weights arrive" if engine.received else ""
+        yield f"engine: {in_units(engine.weights)} of weights, {in_units(engine.cache)} more {use}{shared}"
     outside = f"{in_units(CONTEXT_BYTES)}" if pool.on_gpu else f"{in_units(PROCESS_BYTES)}"
     what = "CUDA context and libraries" if pool.on_gpu else "Python and its libraries"
     limit = f" (limit {in_units(pool.limit)})" if pool.on_gpu and pool.limit is not None else ""

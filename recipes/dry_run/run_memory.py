@@ -13,14 +13,12 @@ from rlpack.config.schema import Config
 from rlpack.config.sections.compute import Offload
 from rlpack.distributed.errors import in_units
 from rlpack.models.memory_simulation import ModelMemory
-from rlpack.recipes.dry_run.engine_memory import EngineMemory
+from rlpack.recipes.dry_run.engine_memory import IN_FLIGHT, EngineMemory
 
 # Memory of a rank's process before it has a model: Python with PyTorch, transformers, Ray and rlpack.
 PROCESS_BYTES = 400_000_000
 # Memory of a GPU that PyTorch's allocator doesn't count: the CUDA context, and buffers of NCCL and cuBLAS.
 CONTEXT_BYTES = 1_000_000_000
-# Number and size of the weight buckets that are in flight to the engines at one time.
-_BUCKETS, _BUCKET_BYTES = 2, 2**28
 # Columns of a batch, which are in the object store.
 _COLUMNS = ("input_ids", "response_mask")
 _SAMPLED = ("rollout_logprobs", "policy_version", "logprobs")
@@ -263,7 +261,7 @@ def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routin
         return tokens * (width + routing)
     keeps = config.trainer.lead > 0 and config.rollout.publish == "drain" and config.rollout.lora == "merged"
     whole = engine.weights * max(1, int(gpus_per_rank(config, "rollout")) if config.rollout.engine == "vllm" else 1)
-    return tokens * (width + routing) + (whole if keeps else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
+    return tokens * (width + routing) + (whole if keeps else min(engine.weights, IN_FLIGHT * engine.bucket))
 
 
 def role_offload(config: Config, role: str) -> Offload:

@@ -12,12 +12,14 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
    sent, as A and scale·B.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from rlpack.batch.weight_layout import TensorSpec, WeightLayout
 from rlpack.models.adapters import Adapter, find_adapters, merged_name, peft_name
@@ -56,8 +58,9 @@ class WeightStream:
 
         Args:
             policy: sharded or not; its weights at the time of `gather` are sent.
-            dtype: floating-point parameters are cast to it, the receiver's; None keeps each weight's own. Buffers stay
-                as they are, because models and engines keep them in fp32, such as the biases that choose experts.
+            dtype: floating-point parameters are cast to it, the receiver's; None keeps each weight's own. Buffers, and
+                parameters that transformers never casts (`_keep_in_fp32_modules_strict`), stay as they are, because
+                models and engines keep them in fp32, such as the biases that choose experts.
             adapters_only: send only the matrices of adapters, under peft's names, each B multiplied by its scale.
             bucket_bytes: largest bucket, in `dtype`.
 
@@ -69,11 +72,11 @@ class WeightStream:
         self._sources: dict[str, str] = {}  # names in the stream to names in the policy
         self._large: set[str] = set()  # of those in the policy, the ones that are gathered in pieces
         name_of = peft_name if adapters_only else merged_name
-        buffers = {name for name, _ in policy.uncut.model.named_buffers()}
+        uncast = _never_cast(policy.uncut.model)
         specs = []
         for source, tensor in _weights(policy.uncut):
             if (name := name_of(source)) is not None:
-                is_cast = tensor.is_floating_point() and source not in buffers
+                is_cast = tensor.is_floating_point() and source not in uncast
                 cast = dtype if dtype is not None and is_cast else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
                 self._sources[name] = source
@@ -248,6 +251,20 @@ def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
 def _is_own(policy: PackedModel, name: str) -> bool:
     """Return whether this pipeline stage is the first that has a weight of the wrapped model."""
     return policy.stage is None or policy.stages_of(_WRAPPED + name)[0] == policy.stage.rank
+
+
+def _never_cast(model: nn.Module) -> set[str]:
+    """Return the names of a model's buffers, and of the parameters that transformers keeps in fp32 in every dtype."""
+    kept = {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module._keep_in_fp32_modules_strict or ()
+    }
+    # Matched as transformers does: whole components of a name.
+    pattern = re.compile("|".join(rf"(?:(?:^|\.){name}(?:$|\.))" for name in sorted(kept)) or "(?!)")
+    buffers = {name for name, _ in model.named_buffers()}
+    return buffers | {name for name, _ in model.named_parameters() if pattern.search(name)}
 
 
 def _buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

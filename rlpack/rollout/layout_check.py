@@ -38,6 +38,13 @@ def check_layout(model: PreTrainedModel, layout: WeightLayout) -> None:
     missing = sorted(name for name in own if name not in shapes and id(own[name]) not in sent)
     unknown = sorted(name for name in shapes if name not in own)
     misshapen = sorted(name for name in shapes if name in own and shapes[name] != tuple(own[name].shape))
+    for name, aliases in tied_names(model).items():
+        if name in shapes and (twice := shapes.keys() & set(aliases)):
+            raise EngineError(
+                f"weights do not fit: {name} and {min(twice)} are separate weights of the actor, but config.json of "
+                "the engine's model ties them; set tie_word_embeddings=false in the config.json of model.path if its "
+                "files hold both, or rollout.engine=hf"
+            )
     if missing or unknown or misshapen:
         raise EngineError(f"weights do not fit: missing {missing}, unknown {unknown}, wrong shape {misshapen}")
 

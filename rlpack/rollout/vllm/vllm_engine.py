@@ -343,7 +343,7 @@ class VLLMEngine:
         named = dict(weights)
         for name, aliases in self._aliases.items():
             if name in weights:
-                named |= dict.fromkeys(aliases, weights[name])
+                named |= dict.fromkeys(aliases, weights[name])  # `check_layout` refuses aliases that are sent, too
         return revert_weight_conversion(self._model, named)
 
     def _explain(self, error: Exception) -> str:

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.family_configs import tiny_config
 from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import add_adapters
 from rlpack.models.errors import ModelError
@@ -64,6 +66,18 @@ def test_floating_point_parameters_are_cast_and_buffers_are_not():
     assert weights.pop("e_score_correction_bias").equal(torch.tensor([4.0, 4.001]))
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert weights["model.norm.weight"].equal(policy.model.get_parameter("model.norm.weight").bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("ernie4_5_moe", "moe_statics.e_score_correction_bias"), ("afmoe", "mlp.expert_bias")],
+)
+def test_parameters_that_transformers_keeps_in_fp32_are_not_cast(family: str, kept: str):
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    buckets = WeightStream(Policy(model), torch.bfloat16).layout.buckets
+    dtypes = {spec.name: spec.dtype for bucket in buckets for spec in bucket}
+    assert {dtype for name, dtype in dtypes.items() if name.endswith(kept)} == {torch.float32}
+    assert {dtypes[name] for name in dtypes if name.endswith(("q_proj.weight", "down_proj.weight"))} == {torch.bfloat16}
 
 
 def test_a_bucket_is_a_copy_that_training_does_not_change():

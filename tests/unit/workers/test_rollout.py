@@ -10,6 +10,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import pack_bucket
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
 from rlpack.distributed.context import RankContext
 from rlpack.models.policy import Policy
@@ -33,10 +34,13 @@ def policy_of(seed: int = 3) -> Policy:
     return Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=seed))
 
 
-def send(policy: Policy, worker: RolloutWorker, version: int, corrupt: str = "", change: Any = 0.0) -> None:
+def send(
+    policy: Policy, worker: RolloutWorker, version: int, corrupt: str = "", change: Any = 0.0, agree: bool = True
+) -> None:
     """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one before it is sent."""
     stream = WeightStream(policy, worker.weights_form().dtype, bucket_bytes=8000)
-    worker.check_weights(stream.layout)
+    if agree:
+        worker.check_weights(stream.layout)
     for index, weights in enumerate(stream):
         if corrupt in weights:
             weights[corrupt] += change
@@ -243,6 +247,36 @@ def test_an_engine_that_dies_while_weights_are_published_is_replaced_and_gets_th
     assert worker.publish(expected, CANARY, 2) < tolerance.largest
     made = worker.generate(prompts(), PARAMS)
     assert made["policy_version"].values[made["response_mask"].values].unique().tolist() == [2]
+
+
+class Agreeing(StreamingHF):
+    """Loads only weights that were agreed on, as an engine with runtime adapters does."""
+
+    names: frozenset[str] = frozenset()
+
+    def check_weights(self, layout: WeightLayout) -> None:
+        super().check_weights(layout)
+        self.names = frozenset(layout.shapes)
+
+    def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
+        assert self.names.issuperset(weights)
+        super().load_bucket(weights)
+
+
+def test_an_engine_that_is_replaced_before_a_publication_gets_weights_that_were_agreed_on_before():
+    def engine() -> Agreeing:
+        return Agreeing(
+            build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9, attention_name="sdpa")
+        )
+
+    first, policy, tolerance = engine(), policy_of(), TOLERANCES[torch.float32]
+    worker = RolloutWorker(RankContext(), first, tiny_tokenizer(), canary_tolerance=tolerance, rebuild=engine)
+    send(policy, worker, 1)
+    worker.publish(own_logprobs(policy), CANARY, 1)
+    first.is_alive = False  # it died during generation
+    assert worker.replace_failed_engine()
+    send(policy, worker, 2, agree=False)
+    assert worker.publish(own_logprobs(policy), CANARY, 2) < tolerance.largest
 
 
 class Corrupted(StreamingHF):

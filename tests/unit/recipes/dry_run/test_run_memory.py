@@ -55,10 +55,14 @@ def test_the_cache_of_a_vllm_that_never_sleeps_counts_while_the_actor_trains(gpu
     (pool,) = pools_of(given).values()
     actor, weights = pool.roles["actor"], weights_of(given)
     assert actor.peak > actor.kept > 0
-    assert pool.kept == actor.kept + weights + GB
-    assert pool.peak == actor.peak + weights + GB + outside
+    received = 0 if gpus else weights  # shared memory, for at most two buckets
+    assert pool.kept == actor.kept + weights + received + GB
+    assert pool.peak == actor.peak + weights + received + GB + outside
     (line,) = [line for line in memory_lines(open_estimator(given, 80).memory(given)) if line.startswith("engine: ")]
-    assert line.endswith(" of weights, 1 GB more for its KV cache, kept while other roles work")
+    assert line.endswith(
+        " of weights, 1 GB more for its KV cache, kept while other roles work"
+        + ("" if gpus else "; 577 kB of shared memory, in which weights arrive")
+    )
 
 
 def test_the_cache_of_a_vllm_that_sleeps_counts_only_while_it_generates():
@@ -321,3 +325,12 @@ def test_an_engine_may_have_a_whole_model_in_host_memory_as_it_starts(engine: st
     engines = pools_of(given)["engines"]
     whole = 0 if path and engine == "vllm" else weights_of(given)
     assert engines.host == PROCESS + whole
+
+
+def test_a_bucket_holds_at_least_one_weight():
+    shape = MODEL | {"hidden_size": 1024, "intermediate_size": 2**18, "num_hidden_layers": 1}
+    given = config({"main": Pool(ranks=1)}, rollout=vllm(), model=Model(config=shape))
+    engine = open_estimator(given, 80).engine(given)
+    assert engine is not None
+    assert engine.bucket == 4 * 1024 * 2**18
+    assert engine.received == 2 * engine.bucket < engine.weights
