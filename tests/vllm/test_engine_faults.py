@@ -75,6 +75,18 @@ def test_a_run_with_an_engine_that_hangs_waits_for_it_once_and_is_the_undisturbe
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+def test_an_engine_with_adapters_that_dies_is_replaced_at_the_next_publication(tmp_path: Path):
+    with started(tmp_path, *OVERRIDES, "actor.lora.rank=4", "rollout.lora=adapter", ranks=1) as command:
+        command.wait_for("train", 1)
+        until(lambda: len(engine_processes(command)) == 2, DEADLINE_S)
+        os.kill(engine_processes(command)[0].pid, signal.SIGKILL)
+        assert command.wait() == 0, command.err
+        assert command.left_behind() == []
+    found = records(command.run_dir)
+    assert sum(record.get("rollout/engines_replaced", 0) for record in found) == 1
+    assert [record["step"] for record in found if record["phase"] == "train"] == list(range(1, STEPS + 1))
+
+
 ROLES = "roles.rollout.target=tests.vllm.corrupting_rollout"
 
 
