@@ -117,17 +117,17 @@ class CheckpointWriter:
         self._check()
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step, keep=self._keep))
-            begun: list[WorkerGroup[Any]] = []
+            started: list[WorkerGroup[Any]] = []
             try:
                 for name, group in groups.items():
                     folder = _role_folder(staging, name)
-                    begun.append(group)
+                    started.append(group)
                     group.run(Trainable.start_save, folder, self._timeout_s)
                 if write is not None:
                     write(staging.path)
             except Exception:
                 with suppress(Exception):
-                    self._finish_saves(begun)
+                    self._finish_saves(started)
                 raise
             self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)
 

@@ -25,7 +25,7 @@ def export_models(session: Session) -> None:
         _export_models(session)
     except (CheckpointError, RoleError):
         session.run.note(
-            f"all steps are done and saved; once the cause is fixed, write the models with "
+            "all steps are done and saved; once the cause is fixed, write the models with "
             f"run_dir={session.run.run_dir} resume=auto"
         )
         raise

@@ -115,7 +115,7 @@ def engine_memory(
     asleep = sleep_level(config)
     kept: dict[str, Any] = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0, "keeps_cache": asleep == 0}
     kept["bucket"] = _bucket_bytes(model, 2 if dtype == "bf16" else 4)
-    if not gpus:  # see `rlpack.rollout.vllm.weight_buffers`
+    if not gpus and config.rollout.lora == "merged":  # see `rlpack.rollout.vllm.weight_buffers`
         kept["received"] = min(weights, IN_FLIGHT * kept["bucket"])
     if gpus and config.model.path is None:  # a new model is built whole, and written for vLLM to read
         kept["start"] = 4 * numbers

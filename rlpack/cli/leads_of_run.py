@@ -1,14 +1,13 @@
 """Which leads the recipe of a run accepts, for `rlpack simulate RUN --async`."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
+from rlpack.cli.rates_of_run import config_of
 from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import find_recipe
 from rlpack.config.schema import Recipe
-from rlpack.observe.run_dir import read_config
 
 
 class LeadLimit(NamedTuple):
@@ -25,7 +24,7 @@ class LeadLimit(NamedTuple):
 
 def lead_limit(run_dir: Path) -> LeadLimit:
     """Return the limit of a run's recipe (`rlpack.config.ahead_rules`); none for anything but a run's directory."""
-    config = read_config(run_dir) if os.path.isdir(run_dir) else {}
+    config = config_of(run_dir)
     section = config.get("recipe")
     target = section.get("target") if isinstance(section, dict) else None
     if not isinstance(target, str):

@@ -1,5 +1,6 @@
 """Read from a run what `rlpack simulate RUN --async` needs: its response lengths, and the rates of its phases."""
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ _SKIPPED = 2
 _WAITS, _SCORING = ("time/wait_s", "time/drain_s"), ("time/reward_s", "time/greedy_s")
 _WAKING = ("time/wake_s", "time/sleep_s")
 _IN_TURNS = ("time/generate_s", *_WAKING, *_SCORING)
+# Sizes of a layout, in actor.parallel.
 _LAYOUT = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 # Parts of training that need no rewards, and so overlap scoring without a lead.
 _BEFORE_REWARDS = ("time/logprobs_s", "time/correction_s", "time/reference_s")
@@ -178,9 +180,14 @@ def _phases(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> _Phases:
 def late_window(run_dir: Path) -> int:
     """Return `trainer.late_groups.window` of a run; 1 for anything else."""
     try:
-        return max(1, int(read_config(run_dir)["trainer"]["late_groups"]["window"])) if run_dir.is_dir() else 1
+        return max(1, int(config_of(run_dir)["trainer"]["late_groups"]["window"]))
     except (KeyError, TypeError, ValueError):
         return 1
+
+
+def config_of(run_dir: Path) -> Mapping[str, Any]:
+    """Return the configuration of a run; nothing for a path that is not a directory."""
+    return read_config(run_dir) if os.path.isdir(run_dir) else {}  # false for a name that no directory can have
 
 
 def gpus_of(config: Mapping[str, Any], role: str) -> float:
@@ -307,7 +314,7 @@ def pool_of(config: Mapping[str, Any], role: str) -> str:
         return "main"
 
 
-def layout_takes(config: Mapping[str, Any], ranks: int) -> bool:
+def layout_divides(config: Mapping[str, Any], ranks: int) -> bool:
     """Return whether the layout of a run's actor divides a number of ranks; True without the run's configuration."""
     try:
         sizes = {name: int(config["actor"]["parallel"][name]) for name in _LAYOUT}

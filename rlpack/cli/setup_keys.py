@@ -4,15 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpack.cli.rates_of_run import gpus_of, late_window, pool_of
+from rlpack.cli.rates_of_run import config_of, gpus_of, late_window, pool_of
 from rlpack.config.ahead_rules import new_engine_pool
-from rlpack.observe.run_dir import read_config
 from rlpack.packing.analysis.running_ahead import Setup
 
 
 def setup_keys(setup: Setup, run_dir: Path) -> str:
     """Return the overrides, to be given after those of the run; anything but a run's directory has the default ones."""
-    config = read_config(run_dir) if run_dir.is_dir() else {}
+    config = config_of(run_dir)
     of_publication = _in_flight(config) if setup.publish == "in_flight" and setup.lead else _drain(config, run_dir)
     of_pools = _new_pools(setup) if not config else _own_pools(setup, config)
     return " ".join([f"trainer.lead={setup.lead}", *of_publication, *of_pools])

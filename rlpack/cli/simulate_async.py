@@ -12,12 +12,12 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
 from rlpack.cli.leads_of_run import lead_limit
 from rlpack.cli.plan_options import OptionParser, check_number
-from rlpack.cli.rates_of_run import RunRates, gpus_of, late_window, layout_takes, measured
+from rlpack.cli.rates_of_run import RunRates, config_of, gpus_of, late_window, layout_divides, measured
 from rlpack.cli.setup_keys import setup_keys
 from rlpack.cli.tables import table
 from rlpack.counted import counted
 from rlpack.data.length_files import read_lengths
-from rlpack.observe.run_dir import LENGTHS, read_config
+from rlpack.observe.run_dir import LENGTHS
 from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
 from rlpack.packing.analysis.traces import MAX_ROWS, TRACES, trace
 from rlpack.packing.errors import PackingError
@@ -142,9 +142,9 @@ def _setups(ranks: int, leads: tuple[int, ...], run_dir: Path) -> list[Setup]:
     Raises:
         PackingError: there is none.
     """
-    config = read_config(run_dir) if run_dir.is_dir() else {}
+    config = config_of(run_dir)
     every = list(setups(ranks, leads))
-    divided = [setup for setup in every if layout_takes(config, setup.train_ranks)]
+    divided = [setup for setup in every if layout_divides(config, setup.train_ranks)]
     if len(divided) < len(every):
         print(
             f"left out: {len(every) - len(divided)} of {len(every)} setups, whose training ranks the run's layout "
@@ -235,8 +235,7 @@ def _notes(measured_rates: RunRates, rates: Rates, setup: Setup, *, given: argpa
             "scoring is assumed to overlap generation, because its roles have separate pools in the run; the overrides "
             "below keep them"
         )
-    run_dir = Path(given.lengths)
-    config = read_config(run_dir) if run_dir.is_dir() else {}
+    config = config_of(Path(given.lengths))
     gpus, of_training = gpus_of(config, "rollout"), gpus_of(config, "actor")
     if gpus > 1 and setup.lead:
         yield (

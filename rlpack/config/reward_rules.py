@@ -76,11 +76,9 @@ def _request_problems(judge: Judge, limit: float) -> Iterator[str]:
     """Yield a problem if all attempts of a row's request may take as long as a role's call, with the pauses between."""
     longest = (1 + judge.retries) * judge.timeout_s + judge.backoff_s * (2**judge.retries - 1)
     if longest >= limit:
-        retries = (
-            f", judge.retries ({judge.retries}) and judge.backoff_s ({judge.backoff_s:g})" if judge.retries else ""
-        )
+        further = f", judge.retries={judge.retries} and judge.backoff_s={judge.backoff_s:g}" if judge.retries else ""
         yield (
-            f"judge.timeout_s ({judge.timeout_s:g}){retries} let a row take {longest:g} s, which is not below "
+            f"a row may take {longest:g} s with judge.timeout_s={judge.timeout_s:g}{further}, which is not below "
             f"placement.call_timeout_s ({limit:g}), so a slow server would end the run as a rank that hangs; lower "
             "one of them, or raise placement.call_timeout_s"
         )

@@ -216,7 +216,7 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
                 "roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}},
                 "judge": {"url": "http://a/v1", "model": "m", "timeout_s": 3600.0},
             },
-            "judge.timeout_s (3600), judge.retries (2) and judge.backoff_s (1) let a row take 10803 s, which is not "
+            "a row may take 10803 s with judge.timeout_s=3600, judge.retries=2 and judge.backoff_s=1, which is not "
             "below placement.call_timeout_s (1800)",
         ),
         (
@@ -224,14 +224,14 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
                 "roles": {"judge": {"target": SERVED}},
                 "judge": {"url": "http://a/v1", "model": "m", "timeout_s": 1800.0, "retries": 0},
             },
-            "judge.timeout_s (1800) let a row take 1800 s, which is not below placement.call_timeout_s (1800)",
+            "a row may take 1800 s with judge.timeout_s=1800, which is not below placement.call_timeout_s (1800)",
         ),
         (
             {
                 "roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}},
                 "judge": {"url": "http://a/v1", "model": "m", "retries": 12},
             },
-            "judge.retries (12) and judge.backoff_s (1) let a row take 4875 s",
+            "a row may take 4875 s with judge.timeout_s=60, judge.retries=12 and judge.backoff_s=1",
         ),
         ({"roles": {"scorer": {"target": SERVED}}}, "judge.url is null, but the role scorer needs it"),
         (

@@ -14,6 +14,7 @@ from rlpack.config.sections.held_out import Evaluation
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.memory_simulation import ModelMemory
 from rlpack.packing import Batching
+from rlpack.recipes.dry_run.changes import with_value
 from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
 from rlpack.recipes.dry_run.estimate_run import main, open_estimator
 from rlpack.recipes.dry_run.memory_report import memory_lines
@@ -334,3 +335,7 @@ def test_a_bucket_holds_at_least_one_weight():
     assert engine is not None
     assert engine.bucket == 4 * 1024 * 2**18
     assert engine.received == 2 * engine.bucket < engine.weights
+    adapters = with_value(with_value(given, "actor.lora.rank", 4), "rollout.lora", "adapter")
+    engine = open_estimator(given, 80).engine(adapters)
+    assert engine is not None
+    assert not engine.received  # they arrive in files
