@@ -25,6 +25,7 @@ from rlpack.models.check_split import TESTED_FAMILIES, Scores, check_split, scor
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.compiled_layers import compile_layers
 from rlpack.models.context_parallel import RowSplit
+from rlpack.models.cpu_products import agree_on_rounding
 from rlpack.models.expert_parallel import ExpertSplit, split_experts
 from rlpack.models.heads import ScalarHeadModel, hidden_size
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
@@ -228,7 +229,10 @@ def _shard_and_check(
     model.checkpoint_activations(settings.gradient_checkpointing, role)
     whole: Scores | None = None
     packed, vocab_size = runs_packed(config, role), len(tokenizer)
-    checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep * layout.pp > 1
+    is_divided = layout.cp * layout.tp * layout.ep * layout.pp > 1
+    checks_split = settings.isolation_check and is_divided
+    if is_divided and device.type == "cpu":
+        agree_on_rounding()
     if in_parts is None:
         _check(model, config, role, device, vocab_size, classifier)
         whole = score_whole_rows(model, device, vocab_size, packed=packed) if checks_split else None
@@ -260,11 +264,7 @@ def _shard_and_check(
         model.compiled = compile_layers(model, role)
     if whole is not None:
         check_split(model, whole, device, vocab_size, role=role, packed=packed)
-    if settings.isolation_check:
-        limits = RowLimits.of_role(config, role)
-        longest, padding = limits.longest, limits.padding
-        check_isolation(model, device, vocab_size, role=role, packed=packed, longest=longest, padding=padding)
-        reshard(model)
+    _check_isolation(model, config, role, device, vocab_size)
     return model
 
 
@@ -334,6 +334,15 @@ def _check(
         assert isinstance(model, ScalarHeadModel)
         longest, padding = limits.longest, limits.padding
         check_scores(classifier, model, vocab_size, packed=packed, longest=longest, padding=padding)
+
+
+def _check_isolation(model: PackedModel, config: Config, role: str, device: torch.device, vocab_size: int) -> None:
+    """Check that rows of a microbatch don't see each other, unless the role's settings leave it out."""
+    if role_compute(config, role).isolation_check:
+        limits, packed = RowLimits.of_role(config, role), runs_packed(config, role)
+        longest, padding = limits.longest, limits.padding
+        check_isolation(model, device, vocab_size, role=role, packed=packed, longest=longest, padding=padding)
+        reshard(model)
 
 
 def _attention(config: Config, role: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ _LEAST_ROWS = 64
 # Numbers of rows are rounded up to a multiple of the second number if they are at most the first.
 _STEPS = ((512, 64), (4096, 128), (8192, 256))
 _Model = TypeVar("_Model", bound=nn.Module)
+# Whether numbers of rows are rounded up in this process; None before ranks agreed: as its own CPU needs it.
+_rounds: bool | None = None
 
 
 @functools.cache
@@ -43,10 +46,22 @@ def rounded_rows(count: int) -> int:
 
     If a model is given this many tokens, its layers need not add zeros.
     """
-    if count < _LEAST_ROWS or not is_faster():
+    if count < _LEAST_ROWS or not (is_faster() if _rounds is None else _rounds):
         return count
     step = next((step for most, step in _STEPS if count <= most), 512)
     return count + -count % step
+
+
+def agree_on_rounding() -> None:
+    """Round numbers of rows up on every rank if one of them needs it; a collective of the default process group.
+
+    Ranks that share the tokens, weights or layers of a microbatch must lay it out alike, also on nodes with different
+    CPUs.
+    """
+    global _rounds
+    rounds = torch.tensor(int(is_faster()))
+    dist.all_reduce(rounds, dist.ReduceOp.MAX)
+    _rounds = bool(rounds)
 
 
 def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.config.sections.optimization import Lora
 from rlpack.distributed.context import RankContext
+from rlpack.models import cpu_products
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
-from rlpack.packing import make_plan
+from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.workers import build
 from rlpack.workers.actor import ActorWorker
@@ -32,7 +33,17 @@ from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
-from tests.distributed.layouts.cases import CHECKPOINTING, CRITIC, RATE, SIZES, Case, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import (
+    CHECKPOINTING,
+    CRITIC,
+    RATE,
+    SIZES,
+    TEMPERATURE,
+    Case,
+    config_of,
+    in_mode,
+    layout_of,
+)
 from tests.distributed.layouts.truth import batch_with_values, new_head
 from tests.unit.models.tiny import VOCABULARY, tiny_model
 
@@ -60,6 +71,17 @@ def run_cases(
         scores, metrics, gradients = run(context, config, case, batch)
         found.append((scores, metrics, gradients if rank == 0 else {}))
     return found if rank == 0 else []
+
+
+def score_on_unlike_cpus(mesh: Any, rank: int, layout: str, batch: BatchedDataDict) -> np.ndarray:
+    """Return the actor's log-probs, with numbers of rows that only rank 1's CPU needs to be rounded up."""
+    cpu_products.is_faster = lambda: rank == 1
+    config = config_of("llama", layout=layout)
+    config = config.model_copy(update={"batching": Batching(mode="packed", max_tokens=160, min_microbatches=2)})
+    context = RankContext("main", rank, layout_of(layout))
+    actor = ActorWorker.from_settings(context, config, tiny_tokenizer())
+    sent = batch.keep(["input_ids", "response_mask"])
+    return _rows(actor.logprobs, context, config, sent, temperature=TEMPERATURE)["logprobs"].values.numpy()
 
 
 def _actor(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
