@@ -24,7 +24,7 @@ from rlpack.data.examples import (
     overlong_error,
 )
 from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tokenize_prompts, tokenizer_hash
-from rlpack.data.turn_end import turn_end_id
+from rlpack.data.turn_end import turn_end_id, turn_start_ids
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,14 @@ class Prompts:
         input_ids: the prompts, int64 [B rows].
         dated_by: the tokenizer's hash and its chat template, if that writes today's date into the prompts; else None.
         turn_end: id of the token with which demonstrations end; None for the tokenizer's end of sequence.
+        turn_start: ids with which they begin, after the prompt.
     """
 
     examples: Sequence[Example]
     input_ids: Ragged
     dated_by: str | None = None
     turn_end: int | None = None
+    turn_start: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -107,7 +109,8 @@ class Prompts:
         Raises:
             DataError: an example has no demonstration.
         """
-        targets = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows], self.turn_end)
+        own = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows], self.turn_end)
+        targets = [[*self.turn_start, *target] for target in own]
         selected = self.input_ids.select(rows)
         prompts = [prompt.tolist() for prompt in selected.rows()]
         pairs = list(zip(prompts, targets, strict=True))
@@ -168,4 +171,5 @@ def tokenize_dataset(
         raise nothing_left_error(dataset.name, max_tokens)
     is_dated = chat_template and "strftime_now" in str(tokenizer.chat_template)
     dated_by = f"{tokenizer_hash(tokenizer)} {tokenizer.chat_template}" if is_dated else None
-    return Prompts(examples, Ragged.concat(encoded), dated_by, turn_end_id(tokenizer) if chat_template else None)
+    end, begin = (turn_end_id(tokenizer), turn_start_ids(tokenizer)) if chat_template else (None, ())
+    return Prompts(examples, Ragged.concat(encoded), dated_by, end, begin)

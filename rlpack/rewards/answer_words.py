@@ -4,10 +4,9 @@ The library reads `ABC` as `BAC`, 18 dollars as a product, and 2 pm as 2 am.
 """
 
 import re
-from itertools import islice
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
-_BRACE = re.compile(r"(?<!\\)[{}]")
+from rlpack.rewards.answer_part import boxes
+
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 _LETTERS = re.compile(r"[A-Za-z]+(?:\s+[A-Za-z]+)*")
 # Words that have a meaning in mathematics: these answers are left to the library.
@@ -131,15 +130,11 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"So \boxed{\frac{1}{2}}."), boxed(r"\boxed{1} or \boxed{2}"), boxed("1")
     ('\\frac{1}{2}', None, None)
     """
-    boxes = list(islice(_BOX.finditer(text), 2))
-    if len(boxes) != 1:
+    found = boxes(text)
+    if len(found) != 1:
         return None
-    start, depth = boxes[0].end(), 1
-    for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.start()]
-    return None
+    _, start, end = found[0]
+    return text[start:end] if end < len(text) else None
 
 
 def _without_commands(answer: str) -> str:

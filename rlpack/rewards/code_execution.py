@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlpack.rewards.answer_part import after_thinking
 from rlpack.rewards.code_blocks import program_of
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool.limits import THREAD_VARS
@@ -60,7 +61,8 @@ def unit_tests(
 
     The program is the completion's last code block whose fence has the tag `python`, `python3` or `py`; if there is
     none, the last block without a tag, or else the last block. Without blocks, it is the whole completion, or the text
-    before its only fence, since a prompt may end with the opening fence.
+    before its only fence, since a prompt may end with the opening fence. What a model thinks before `</think>` isn't
+    part of the completion here.
 
     Args:
         completion: the policy's response.
@@ -80,7 +82,7 @@ def unit_tests(
     cases = _parse_tests(tests)
     if not cases:
         return None
-    program = program_of(completion)
+    program = program_of(after_thinking(completion))
     if isinstance(cases[0], str):
         passed = _count_passed_statements(program, [str(case) for case in cases], timeout_s, memory_gb)
         return passed / len(cases) if partial else float(passed == len(cases))

@@ -84,19 +84,25 @@ def extracted_answer(completion: str, answer: object, *, pattern: str) -> float 
     return _score(last.group(1 if last.re.groups else 0) or "", answer)
 
 
-def has_format(completion: str, *, tags: str | Sequence[str] = ("think", "answer")) -> float:
+def has_format(completion: str, *, tags: str | Sequence[str] = ("think", "answer"), is_opened: bool = False) -> float:
     """Return 1 if the completion consists of these sections, else 0.
 
     A section has to occur exactly once, with only whitespace around and between sections.
 
     >>> has_format("<think>3 + 4</think> <answer>7</answer>"), has_format("<answer>7</answer>")
     (1.0, 0.0)
+    >>> has_format("3 + 4</think> <answer>7</answer>", is_opened=True)
+    1.0
 
     Args:
         completion: the policy's response.
         tags: names of the sections, each written as `<name>…</name>`; a text is one name.
+        is_opened: whether prompts end with the opening mark of the first section, as some chat templates write it.
     """
-    marks = [mark for tag in ([tags] if isinstance(tags, str) else tags) for mark in (f"<{tag}>", f"</{tag}>")]
+    tags = [tags] if isinstance(tags, str) else tags
+    if is_opened and tags:
+        completion = f"<{tags[0]}>{completion}"
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     if any(completion.count(mark) != 1 for mark in marks):
         return 0.0
     starts = [completion.index(mark) for mark in marks]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from rlpack.installation import how_to_install
 from rlpack.rewards.answer_notation import normalized
+from rlpack.rewards.answer_part import answer_part
 from rlpack.rewards.answer_words import boxed, differ, letters_of, quantity
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.plain_notation import as_latex
@@ -68,6 +69,8 @@ _PERCENT = UnevaluatedExpr(Rational(1, 100))  # as the library has it
 _MOST_BITS_OF_ROOT = 256  # sympy looks for the number's factors
 _MOST_BITS_OF_DEGREE = 12  # of an exponent that isn't an integer
 _MOST_TERMS = 32  # of numbers that are multiplied out
+# Numbers that are equal in six decimal places may differ by this share of the larger one; others only by rounding.
+_SMALL_SHARE, _ROUNDING = 1e-5, 1e-12
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
 _PERCENTAGE = re.compile(r"([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d*\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?))\s*\\?%")
 _DOLLAR_SIGN = re.compile(r"(?<!\\)\\+\$")
@@ -82,21 +85,52 @@ def equivalent(completion: str, answer: object) -> float | None:
     (1.0, 0.0)
 
     Args:
-        completion: the policy's response; its answer is boxed, in LaTeX, or the last number.
+        completion: the policy's response; its answer is boxed, in LaTeX, or the last number of the part that holds it
+            (`answer_part`): what follows the thinking, in `<answer>`, or after `####`.
         answer: a number, or an expression as text, in LaTeX or in the notation of programs (`2*pi`, `x**2`, `sqrt(2)`),
-            which boxed answers may have, too. 50 % is equivalent to 50 and to 0.5.
+            which boxed answers may have, too. 50 % is equivalent to 50 and to 0.5. A solution that ends with its answer
+            is read like a response.
     """
+    completion = answer_part(completion)
     # Read even if there is no answer: a row that has a reward, by another function perhaps, is read again for majority
     # votes, outside the pool. A response that can't be read in time has to fail here.
     found = _parse_response(completion)
-    expected = () if answer is None else _parse_answer(str(answer))
-    if not expected or answer is None:
+    written = "" if answer is None else answer_part(str(answer))
+    expected = _parse_answer(written) if written else ()
+    if not expected:
         return None
     # Outside a box, the library may have removed words of both as units.
-    unit_free = str(expected[-1]) if boxed(completion) is None else str(answer)
-    if differ(_as_written(completion, found), _as_written(str(answer), [unit_free])):
+    unit_free = str(expected[-1]) if boxed(completion) is None else written
+    if differ(_as_written(completion, found), _as_written(written, [unit_free])):
         return 0.0
-    return float(verify(list(expected), found, timeout_seconds=None))
+    return float(any(_is_equal(one, other) for one in expected for other in found))
+
+
+def _is_equal(expected: Any, found: Any) -> bool:
+    """Whether two readings of answers are equal.
+
+    The library rounds decimal numbers to six places, so that small ones are equal and large ones never are. Here their
+    difference is also compared with the larger one.
+    """
+    numbers = [_number(one) for one in (expected, found)]
+    known = [number for number in numbers if number is not None]
+    is_equal = verify([expected], [found], timeout_seconds=None)
+    if len(known) < len(numbers):
+        return is_equal
+    difference, larger = abs(known[0] - known[1]), max(map(abs, known))
+    if is_equal:
+        return difference <= (_SMALL_SHARE * larger if all(known) else _ROUNDING)
+    return (expected.has(Float) or found.has(Float)) and difference <= _ROUNDING * larger
+
+
+def _number(answer: Any) -> float | None:
+    """Return the value of a real number that takes little time to compute, None for other answers."""
+    try:
+        if isinstance(answer, Expr) and answer.is_number and _num_bits(answer) <= _MOST_BITS:
+            return float(answer.evalf())
+    except Exception:  # sympy's errors have no common class; complex numbers have no order
+        logger.debug("the value of %.200r can't be computed", answer, exc_info=True)
+    return None
 
 
 def final_answer_text(completion: str) -> str | None:
@@ -113,6 +147,7 @@ def final_answer_text(completion: str) -> str | None:
     >>> final_answer_text(r"\\boxed{0.5^{1000000000}}")
     '0.5^{1000000000}'
     """
+    completion = answer_part(completion)
     parsed = _parse_response(completion)
     if not parsed:
         return None

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 from rlpack.data.examples import Example, PromptDataset
 from rlpack.data.prompts import tokenize_dataset
 from rlpack.data.tokenization import character_tokenizer
-from rlpack.data.turn_end import turn_end_id
+from rlpack.data.turn_end import turn_end_id, turn_start
 
 GEMMA = (
     "{% for m in messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end>\n"
@@ -48,3 +48,41 @@ def test_demonstrations_end_as_the_template_ends_an_answer(template: str, is_use
     (ids,) = batch["input_ids"].rows()
     target = ids[int(batch["prompt_lengths"][0]) :].tolist()
     assert tokenizer.convert_ids_to_tokens(target) == [*"done <end>", end]
+
+
+CHANNELS = (
+    "{% for m in messages %}<start>{{ m.role }}{% if m.role == 'assistant' %}<end>final<end>{% else %} {% endif %}"
+    "{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<start>assistant{% endif %}"
+)
+EMPTY_THINKING = (
+    "{% for m in messages %}<start>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [
+        (CHANNELS, "<end>final<end>"),
+        (EMPTY_THINKING, "<think>\n\n</think>\n\n"),
+        *((template, "") for template in (GEMMA, PLAIN_END, ANSWER_ENDS, None, "{{ raise_exception('no') }}")),
+    ],
+)
+def test_the_start_of_a_turn_is_what_the_template_writes_between_prompt_and_answer(template: str | None, start: str):
+    assert turn_start(chat_tokenizer(template)) == start
+
+
+@pytest.mark.parametrize(
+    ("template", "start"), [(CHANNELS, ["<end>", *"final", "<end>"]), (EMPTY_THINKING, []), (GEMMA, [])]
+)
+def test_demonstrations_begin_with_special_tokens_of_the_template(template: str, start: list[str]):
+    tokenizer = chat_tokenizer(template)
+    dataset = PromptDataset("rows", [Example("0", "add", demonstration="done")])
+    prompts = tokenize_dataset(dataset, tokenizer, chat_template=True, max_tokens=50, overlong="error")
+    batch = prompts.demonstrations(np.array([0]), tokenizer)
+    (ids,) = batch["input_ids"].rows()
+    target = ids[int(batch["prompt_lengths"][0]) :].tolist()
+    assert tokenizer.convert_ids_to_tokens(target) == [*start, *"done", "<end>"]
+    whole = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "done"}]
+    if template == CHANNELS:  # what the template renders of the conversation
+        assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.apply_chat_template(whole, tokenize=False)
