@@ -119,6 +119,7 @@ test-vllm-long: $(VLLM_INSTALLED)
 	RLPACK_DIRECT_LOAD=all $(VLLM_PYTEST) tests/vllm/test_direct_load.py
 	RLPACK_FAMILIES=all $(VLLM_PYTEST) tests/vllm/test_families.py
 	RLPACK_IN_FLIGHT=all $(VLLM_PYTEST) tests/vllm/test_in_flight_training.py
+	RLPACK_FAULTS_AHEAD=1 $(VLLM_PYTEST) tests/faults/test_running_ahead.py -k vllm
 	RLPACK_DRAWS=200000 $(VLLM_PYTEST) tests/vllm/test_sampling.py -k distribution
 	RLPACK_REWARD_MODELS=qwen2,qwen3,llama,mistral,phi3,olmo2,gemma2,gemma3_text $(VLLM_PYTEST) \
 		tests/vllm/test_serve_reward_model.py -k scores_are

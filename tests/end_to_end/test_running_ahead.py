@@ -21,6 +21,7 @@ from tests.end_to_end.commands import (
     until,
     without_times,
 )
+from tests.end_to_end.in_turns import write_recipe
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 AHEAD = (
@@ -150,6 +151,27 @@ def test_without_a_lead_a_run_is_one_without_a_queue_bit_for_bit(tmp_path: Path)
     ]
     assert figures(runs[0].run_dir) == figures(runs[1].run_dir)
     weights, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in runs)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "dapo", "remax"])
+def test_without_a_lead_every_recipe_is_itself_without_a_queue_bit_for_bit(tmp_path: Path, recipe: str, ranks: int):
+    check_in_turns(tmp_path, recipe, ranks=ranks)
+
+
+def check_in_turns(folder: Path, recipe: str, *overrides: str, ranks: int) -> None:
+    """Check that a recipe without a lead has the figures and weights of the recipe without its queue."""
+    words = ("experiment=smoke", "trainer.steps=3", "trainer.mini_batch_size=4", "rollout.max_new_tokens=16")
+    words = (*words, f"recipe={recipe}", *overrides)
+    queue = done(folder / "queue", *words, "trainer.lead=0", ranks=ranks)
+    target = f"recipe.target={write_recipe(folder, recipe)}"
+    plain = done(folder / "plain", *words, target, ranks=ranks, path=[folder])
+    assert steps(queue.run_dir, "train") == [1, 2, 3]
+    assert figures(queue.run_dir) == figures(plain.run_dir)
+    weights, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (queue, plain))
+    assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

@@ -24,7 +24,7 @@ from tests.end_to_end.commands import (
     without_times,
 )
 from tests.end_to_end.settings import FIRST_CHARACTER, UNEVEN
-from tests.end_to_end.test_running_ahead import figures
+from tests.end_to_end.test_running_ahead import check_in_turns, figures
 
 STEPS = 3
 OVERRIDES: Sequence[str] = (
@@ -134,6 +134,11 @@ def test_a_run_ahead_that_is_killed_and_resumed_is_the_uninterrupted_one_bit_for
     assert max(record.get("rollout/lag", 0) for record in records(whole.run_dir)) == 1
     one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (resumed, whole))
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "dapo", "remax"])
+def test_without_a_lead_every_recipe_is_itself_without_a_queue_bit_for_bit(tmp_path: Path, recipe: str):
+    check_in_turns(tmp_path, recipe, "rollout=vllm", "rollout.kv_cache_gb=0.05", ranks=1)
 
 
 def without_placement(record: dict[str, Any]) -> dict[str, Any]:
