@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from rlpack.batch.bucket import Bucket
 from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config, Rollout
-from rlpack.data.response_text import response_text
-from rlpack.models.stop_tokens import stop_token_ids
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, canary_tolerance, check_canary
@@ -57,7 +55,6 @@ class RolloutWorker(Worker):
         canary_tolerance: CanaryTolerance,
         adapters_only: bool = False,
         rebuild: Callable[[], StreamingEngine] | None = None,
-        ends: Collection[int] | None = None,
     ) -> None:
         """Wrap an engine.
 
@@ -68,10 +65,9 @@ class RolloutWorker(Worker):
             canary_tolerance: bounds on the differences from the trainer's log-probs.
             adapters_only: whether the engine takes only the matrices of adapters.
             rebuild: starts another engine of the same kind; None for an engine that is not replaced.
-            ends: as `response_text` takes it.
         """
         super().__init__(context)
-        self._adapters_only, self._rebuild, self._ends = adapters_only, rebuild, ends
+        self._adapters_only, self._rebuild = adapters_only, rebuild
         self._in_flight: RowsInFlight | None = None
         self._is_unhealthy = self._is_interrupted = False
         self._engine = engine
@@ -97,9 +93,9 @@ class RolloutWorker(Worker):
         engine = build()
         tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])
         rebuild = cast(Callable[[], StreamingEngine], build) if settings.engine in STREAMING_ENGINES else None
-        ends = stop_token_ids(config, tokenizer) if config.reward.special_tokens else None
-        options: dict[str, Any] = {"adapters_only": adapters_only, "rebuild": rebuild, "ends": ends}
-        return cls(context, engine, tokenizer, canary_tolerance=tolerance, **options)
+        return cls(
+            *(context, engine, tokenizer), canary_tolerance=tolerance, adapters_only=adapters_only, rebuild=rebuild
+        )
 
     @sharded(reads=("input_ids", "seeds", "group_ids", "uid"), returns=_COLUMNS)
     def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
@@ -242,7 +238,7 @@ class RolloutWorker(Worker):
             policy_version=self._engine.policy_version,
         )
         # Row by row: batch_decode returns one empty text for no rows, and a rank may have none.
-        texts = [response_text(self._tokenizer, row.tolist(), self._ends) for row in generations.token_ids.rows()]
+        texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in generations.token_ids.rows()]
         return rows.keep([]).union(dict(columns) | {"completion": texts})
 
     @rank_zero

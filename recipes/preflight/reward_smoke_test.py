@@ -7,7 +7,6 @@ import numpy as np
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.reward_rules import CALLS_SERVER
 from rlpack.config.schema import Config
-from rlpack.data.response_text import response_text
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards
 from rlpack.recipes.driver.session import Session
@@ -65,8 +64,7 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
     rows_and_masks = zip(tokens["input_ids"].rows(), tokens["response_mask"].rows(), strict=True)
     targets = [row[mask].tolist() for row, mask in rows_and_masks]
     texts = session.prompts.batch(rows).drop(["input_ids"])
-    ends = {target[-1] for target in targets} if session.config.reward.special_tokens else None
-    completions = [response_text(session.tokenizer, target, ends) for target in targets]
+    completions = [session.tokenizer.decode(target, skip_special_tokens=True) for target in targets]
     columns = {**texts, "completion": completions, "finish_reason": ["stop"] * rows.size}
     longest = session.config.rollout.max_new_tokens
     short = [row for row, target in enumerate(targets) if len(target) <= longest]

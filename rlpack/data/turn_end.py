@@ -57,5 +57,6 @@ def turn_start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         return ()
     ids: list[int] = tokenizer(start, add_special_tokens=False)["input_ids"]
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special = {*special, *tokenizer.all_special_ids} - {tokenizer.unk_token_id}
-    return tuple(ids) if special.intersection(ids) else ()
+    special.update(tokenizer.all_special_ids)
+    has_special = any(number in special and number != tokenizer.unk_token_id for number in ids)
+    return tuple(ids) if has_special else ()

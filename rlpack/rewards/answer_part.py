@@ -2,9 +2,10 @@
 
 import re
 
-# What ends a model's thinking: of Qwen3, DeepSeek-R1 and others; Magistral; and gpt-oss.
-_ENDS_OF_THINKING = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
-_STARTS_OF_THINKING = ("<think>", "[THINK]", "<|channel|>analysis<|message|>")
+# What ends and starts a model's thinking: of Qwen3, DeepSeek-R1 and others.
+_END_OF_THINKING, _START_OF_THINKING = "</think>", "<think>"
+# gpt-oss writes a channel for its thinking and one for the answer; without special tokens, their names are left.
+_ANALYSIS, _FINAL = "analysis", "assistantfinal"
 _OPENED_ANSWER, _CLOSED_ANSWER = "<answer>", "</answer>"
 # A line `#### 80`, as in GSM8K. Markdown has headings with as many hashes, such as `#### 2. Add the numbers`.
 _AFTER_HASHES = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(?P<answer>[^\n]*+)", re.MULTILINE)
@@ -19,18 +20,16 @@ _DELIMITERS = re.compile(r"\s*(?:\$\$?|\\\)|\\\])")
 def after_thinking(completion: str) -> str:
     """Return a response without its thinking: what follows the last `</think>`, or nothing if thinking doesn't end.
 
-    `[THINK]` and the channels of gpt-oss are known, too, where reward functions see special tokens.
+    The channels of gpt-oss are known, too, by their names alone, since responses are decoded without special tokens.
 
     >>> after_thinking("<think>Is it 7?</think>It is 8."), after_thinking("<think>Is it 7?"), after_thinking("It is 8.")
     ('It is 8.', '', 'It is 8.')
+    >>> after_thinking("analysisIs it 7?assistantfinalIt is 8.")
+    'It is 8.'
     """
-    end = max(
-        (found + len(mark) for mark in _ENDS_OF_THINKING if (found := completion.rfind(mark)) >= 0),
-        default=0,
-    )
-    rest = completion[end:]
-    starts = [found for mark in _STARTS_OF_THINKING if (found := rest.find(mark)) >= 0]
-    return rest[: min(starts)] if starts else rest
+    if completion.startswith(_ANALYSIS) and _FINAL in completion:
+        return completion.rpartition(_FINAL)[2]
+    return completion.rpartition(_END_OF_THINKING)[2].partition(_START_OF_THINKING)[0]
 
 
 def answer_part(text: str) -> str:

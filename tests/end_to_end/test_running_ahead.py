@@ -1,6 +1,7 @@
 """Runs that generate the next batch while they train: killed and resumed, they end as if nothing had happened."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,13 @@ def test_every_process_records_what_a_timeline_shows(whole: tuple[Command, tuple
     names = {process: {span.name for span in own} for process, own in spans.items()}
     assert names["main/0"] >= {"forward", "backward", "optimizer"}
     assert names["driver"] >= {"plan actor", "generate", "sync", "checkpoint"}
+
+
+@pytest.mark.parametrize("whole", ["grpo"], indirect=True)
+def test_the_report_shows_the_last_three_steps_and_the_engines(whole: tuple[Command, tuple[str, ...]]):
+    uninterrupted, _ = whole
+    page = (uninterrupted.run_dir / "report.html").read_text()
+    sections = dict(re.findall(r"<h2>(Timeline|Engines)</h2><p>([^<]*)</p><img [^>]*src=\"data:image/svg", page))
+    assert sections["Timeline"].startswith("The last 3 steps.")
+    assert re.search(r"Log-probs and updates ran during [1-9]\d*% of generation", sections["Timeline"])
+    assert re.search(r"While busy: engines/0 [\d,]+ tokens/s", sections["Engines"])

@@ -56,11 +56,6 @@ class Reward(Section):
     )
     memory_gb: float = Field(default=4.0, ge=0.01, le=1e6, description="Address space of one process, in GB.")
     subprocesses: int = Field(default=0, ge=0, description="Processes that a function may run at once.")
-    special_tokens: bool = Field(
-        default=False,
-        description="Whether the texts of responses contain special tokens other than the one that ends them, such as "
-        "the channels of gpt-oss. Judges and samples show them, too.",
-    )
     env_vars: tuple[str, ...] = Field(
         default=(),
         strict=False,

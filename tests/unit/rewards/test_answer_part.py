@@ -27,12 +27,7 @@ from rlpack.rewards.math import equivalent, final_answer_text
         ("maybe the answer is 7. No, 8.</think>\nTherefore there are 8 apples.", "8", "7"),
         ("<think>maybe the answer: 7. No, 8.</think>\n#### 8", "8", "7"),
         (r"<think>The final answer is \boxed{7}. Wait, it's 8.</think>The result is \boxed{8}.", "8", "7"),
-        ("[THINK]Is the answer 7?[/THINK]It is 8.", "8", "7"),
-        (
-            "<|channel|>analysis<|message|>so 16<|end|><|start|>assistant<|channel|>final<|message|>40<|return|>",
-            "40",
-            "16",
-        ),
+        ("analysisso 40 after subtracting 16assistantfinal40", "40", "16"),
         # GSM8K.
         ("Ella answered 40 - 4 = <<40-4=36>>36 items correctly. In all she has 24 left.\n#### 24", "24", "40"),
         ("He answered 20 questions.\n#### 80", "80", "20"),
@@ -76,7 +71,7 @@ def test_it_is_the_one_that_a_reader_takes_for_it(completion, right, wrong):
 
 @pytest.mark.parametrize(
     "completion",
-    [r"<think>maybe \boxed{7}. Wait", "<think>2 + 5 = 7. So", "<think>The answer is 7", "<think>7</think>", "[THINK]7"],
+    [r"<think>maybe \boxed{7}. Wait", "<think>2 + 5 = 7. So", "<think>The answer is 7", "<think>7</think>"],
 )
 def test_thinking_alone_has_no_answer(completion):
     assert equivalent(completion, "7") == 0.0
