@@ -90,6 +90,18 @@ def test_engines_that_die_while_batches_are_in_flight_are_replaced(disturbed: Co
     assert "starts a new engine in place of one that failed" in (disturbed.run_dir / "run.log").read_text()
 
 
+def test_an_engine_that_hangs_while_batches_are_in_flight_is_replaced(tmp_path: Path):
+    with started(tmp_path, *OVERRIDES, "rollout.request_timeout_s=10", ranks=1) as command:
+        command.wait_for("train", 3)
+        (engine,) = engine_processes(command)
+        engine.suspend()
+        assert command.wait() == 0, command.err
+    check_ledger(command)
+    log = (command.run_dir / "run.log").read_text()
+    assert "rollout.request_timeout_s=10" in log
+    assert "starts a new engine in place of one that failed" in log
+
+
 def test_a_resumed_run_keeps_its_way_to_publish(disturbed: Command):
     words = (*OVERRIDES, "resume=auto", "rollout.publish=drain", "trainer.lead=1")
     with started(disturbed.folder, *words, ranks=1) as command:
