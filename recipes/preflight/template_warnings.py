@@ -12,6 +12,7 @@ from rlpack.data.prompts import Prompts
 from rlpack.data.turn_end import turn_start
 
 _HAS_FORMAT = "rlpack.rewards.functions:has_format"
+_TAG = re.compile(r"</?\w+>")
 _LAST_TOKENS = 16  # of a prompt, where its template may open a section
 
 
@@ -38,7 +39,8 @@ def _demonstration_starts(config: Config, tokenizer: PreTrainedTokenizerBase, pr
     """Warn if demonstrations lack what the template writes before an assistant's message."""
     start, texts = turn_start(tokenizer), [example.demonstration for example in prompts.examples]
     given = [text for text in texts if text is not None]
-    missing = sum(not text.lstrip().startswith(start.strip().split()[0]) for text in given) if start else 0
+    tags = _TAG.findall(start) or [start.strip()]
+    missing = sum(not any(tag in text for tag in tags) for text in given) if start else 0
     if not missing or prompts.turn_start:
         return []
     return [

@@ -11,13 +11,18 @@ _MIXED = re.compile(rf"{_START}(?<!/)(?<!/ )([1-9]\d{{0,8}}){_SPACE}([1-9]\d{{0,
 _SIGN_BEFORE_CURRENCY = re.compile(r"(?<![\w)\]}$%.-])(?<![\d)\]}$%] )-(\\?\$|[€£¥₹])(?=\.?\d)")
 _NUMBER = r"[-+]?(?:\\{0,2}[$€£¥₹])?[-+]?\.?\d"
 # Characters after which the library doesn't see a number: signs, quotes, a bracket around a number alone, a star of
-# italics, and the characters of East Asian text. `3:4` is a ratio.
+# italics, and the characters of East Asian text. `3:4` is a ratio, and `by (2)` a reference.
 _BEFORE_NUMBER = re.compile(
-    r"(?:(?<=[#>\"'`≈≅→⇒“‘«\u3000-\u303f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef])|(?<=[^\d:]:)|(?<=\s\*))"
+    r"(?:(?<=[#>\"`≈≅→⇒“‘«\u3000-\u303f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef])|(?<=[^\d:]:)|(?<=\s\*))"
     rf"(?<!\\.)(?=(?:\*\*)?{_NUMBER})"
-    rf"|(?:(?<=[\s:][(\[])|(?<=^[(\[]))(?={_NUMBER}[\d,./]*+[)\]](?!\s*[-+*/^÷×]))"
+    rf"|(?:(?<=[:=]\s[(\[])|(?<=\bis\s[(\[])|(?<=^[(\[]))(?={_NUMBER}(?:\d|,\d{{3}}(?!\d)|[./]\d)*+[)\]](?!\s*[-+*/^÷×]))",
+    re.MULTILINE,
 )
-_FLOAT = re.compile(r"(?<![\w\\.])(\d++(?:\.\d*+)?|\.\d++)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+# As Python prints a float, or a number with a decimal point or an exponent without a sign: `2e-5` is 2e - 5.
+_FLOAT = re.compile(
+    r"(?<![\w\\.])(?:(?:\d++\.\d*+|\.\d++)[eE][-+]?|\d++[eE][-+](?=\d\d)|\d++[eE])(?P<exponent>\d{1,2})(?!\w|\.\d)"
+)
+_LARGEST_EXPONENT = 40
 _FULL_STOP = re.compile(r"(?<=\d)\.(?=\s*\})")
 
 
@@ -39,7 +44,7 @@ def normalized(text: str) -> str:
 
 
 def _decimal(number: re.Match[str]) -> str:
-    return format(Decimal(number[0]), "f")
+    return format(Decimal(number[0]), "f") if int(number["exponent"]) <= _LARGEST_EXPONENT else number[0]
 
 
 def _improper_fraction(number: re.Match[str]) -> str:

@@ -70,7 +70,7 @@ _MOST_BITS_OF_ROOT = 256  # sympy looks for the number's factors
 _MOST_BITS_OF_DEGREE = 12  # of an exponent that isn't an integer
 _MOST_TERMS = 32  # of numbers that are multiplied out
 # Numbers that are equal in six decimal places may differ by this share of the larger one; others only by rounding.
-_SMALL_SHARE, _ROUNDING = 1e-5, 1e-12
+_SMALL_SHARE, _ROUNDING = 5e-4, 1e-12
 _LATEX_MARK = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # `\$` is a dollar sign
 _PERCENTAGE = re.compile(r"([-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+|\d*\s*\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?))\s*\\?%")
 _DOLLAR_SIGN = re.compile(r"(?<!\\)\\+\$")
@@ -126,8 +126,10 @@ def _is_equal(expected: Any, found: Any) -> bool:
 def _number(answer: Any) -> float | None:
     """Return the value of a real number that takes little time to compute, None for other answers."""
     try:
-        if isinstance(answer, Expr) and answer.is_number and _num_bits(answer) <= _MOST_BITS:
-            return float(answer.evalf())
+        value = _without_symbol(answer)
+        if isinstance(value, Expr) and value.is_number and _num_bits(value) <= _MOST_BITS:
+            number = float(value.evalf())
+            return number if math.isfinite(number) else None
     except Exception:  # sympy's errors have no common class; complex numbers have no order
         logger.debug("the value of %.200r can't be computed", answer, exc_info=True)
     return None

@@ -1,4 +1,4 @@
-"""Recipes without a queue, which draw a batch in the step that takes it: what `trainer.lead=0` has to equal."""
+"""Built-in recipes without their queue: they draw a batch in the step that takes it, as runs without a lead do."""
 
 import textwrap
 from pathlib import Path

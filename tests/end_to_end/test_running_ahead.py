@@ -163,7 +163,7 @@ def test_without_a_lead_every_recipe_is_itself_without_a_queue_bit_for_bit(tmp_p
 
 
 def check_in_turns(folder: Path, recipe: str, *overrides: str, ranks: int) -> None:
-    """Check that a recipe without a lead has the figures and weights of the recipe without its queue."""
+    """Check that a recipe without a lead has the metrics and weights of the recipe without its queue."""
     words = ("experiment=smoke", "trainer.steps=3", "trainer.mini_batch_size=4", "rollout.max_new_tokens=16")
     words = (*words, f"recipe={recipe}", *overrides)
     queue = done(folder / "queue", *words, "trainer.lead=0", ranks=ranks)
