@@ -5,7 +5,7 @@ import re
 # What ends and starts a model's thinking: of Qwen3, DeepSeek-R1 and others.
 _END_OF_THINKING, _START_OF_THINKING = re.compile(r"</think>(?=\s*\S)"), "<think>"
 # gpt-oss writes a channel for its thinking and one for the answer; without special tokens, their names are left.
-_ANALYSIS = re.compile(r"analysis(?=\S)")
+_ANALYSIS = re.compile(r"analysis(?=[A-Za-z\d])")
 _FINAL = re.compile(r".*assistantfinal|final(?=[\dA-Z\\$(])", re.DOTALL)
 _OPENED_ANSWER, _CLOSED_ANSWER = "<answer>", "</answer>"
 # A line `#### 80`, as in GSM8K. Markdown has headings with as many hashes, such as `#### 2. Add the numbers`.
@@ -21,7 +21,7 @@ _BETWEEN = re.compile(
 )
 _JOINS = re.compile(r"[,;]|\b(?:and|or)\b")
 _DELIMITERS = re.compile(r"\s*(?:\$\$?|\\\)|\\\])")
-# Words of a sentence, which has its answer as one of its words.
+# Words of a sentence, whose answer is a number in it.
 _SENTENCE = re.compile(
     r"\b(?:is|are|was|equals?|the|so|thus|hence|answers?|we|it|there|has|have|therefore)\b", re.IGNORECASE
 )
@@ -91,7 +91,8 @@ def _in_box(answer: str) -> str:
     answer = answer.strip()
     content = answer.strip("*_`\"' ").removesuffix(".")
     is_open = content.count("{") != content.count("}") or "\n" in content or not content
-    if is_open or any(mark in content for mark in ("$", "\\(", "\\[")) or boxes(content) or _SENTENCE.search(content):
+    is_sentence = _SENTENCE.search(content) and re.search(r"\d", content)
+    if is_open or is_sentence or any(mark in content for mark in ("$", "\\(", "\\[")) or boxes(content):
         return _from_last_boxes(answer)
     return rf"\boxed{{{content}}}"
 

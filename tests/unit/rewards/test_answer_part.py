@@ -33,6 +33,8 @@ from rlpack.rewards.math import equivalent, final_answer_text
         ("final40", "40", "4"),
         ("Finally, let me <think> about it. The answer is 7.", "7", "8"),
         ("x</think>The answer is 7.</think>", "7", "8"),
+        ("analysis: 4 + 3 is 7", "7", "4"),
+        ("<answer>The Great Gatsby</answer>", "The Great Gatsby", "Gatsby"),
         # GSM8K.
         ("Ella answered 40 - 4 = <<40-4=36>>36 items correctly. In all she has 24 left.\n#### 24", "24", "40"),
         ("He answered 20 questions.\n#### 80", "80", "20"),
