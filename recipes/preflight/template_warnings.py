@@ -14,13 +14,11 @@ from rlpack.data.turn_end import turn_start
 _HAS_FORMAT = "rlpack.rewards.functions:has_format"
 _TAG = re.compile(r"</?\w+>")
 _LAST_TOKENS = 16  # of a prompt, where its template may open a section
-
-
 _OPENED = re.compile(r"<([A-Za-z_]\w*)>\s*$")
 
 
 def template_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> list[str]:
-    """Return warnings about what the chat template of a pretrained model doesn't fit.
+    """Return warnings about what the chat template doesn't fit.
 
     Args:
         config: the whole configuration.

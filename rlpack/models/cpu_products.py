@@ -25,7 +25,7 @@ _LEAST_ROWS = 64
 # Numbers of rows are rounded up to a multiple of the second number if they are at most the first.
 _STEPS = ((512, 64), (4096, 128), (8192, 256))
 _Model = TypeVar("_Model", bound=nn.Module)
-# Whether numbers of rows are rounded up in this process; None before ranks agreed: as its own CPU needs it.
+# Whether this process rounds numbers of rows up; None if ranks haven't agreed on it, so that its own CPU decides.
 _rounds: bool | None = None
 
 

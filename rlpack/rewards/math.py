@@ -109,8 +109,8 @@ def equivalent(completion: str, answer: object) -> float | None:
 def _is_equal(expected: Any, found: Any) -> bool:
     """Whether two readings of answers are equal.
 
-    The library rounds decimal numbers to six places, so that small ones are equal and large ones never are. Here their
-    difference is also compared with the larger one.
+    The library rounds decimal numbers to six places: small ones that differ are equal, and a large one may differ from
+    itself by rounding. Here their difference is also compared with the larger one.
     """
     numbers = [_number(one) for one in (expected, found)]
     known = [number for number in numbers if number is not None]

@@ -23,7 +23,7 @@ from rlpack.rewards.math import equivalent, final_answer_text
         (r"<think>a</think><answer>\boxed{3}. No, \boxed{4}</answer>", "4", "3"),
         ("<answer>7", "7", "8"),
         ("<answer>6</answer> No: <answer>7</answer> Done in 8 steps.", "7", "8"),
-        # Thinking, which may have answers, boxes and numbers of its own.
+        # Thinking, in which there may be answers, boxes and numbers, too.
         ("<think>maybe the answer is 7. No, 8.</think>\nTherefore there are 8 apples.", "8", "7"),
         ("maybe the answer is 7. No, 8.</think>\nTherefore there are 8 apples.", "8", "7"),
         ("<think>maybe the answer: 7. No, 8.</think>\n#### 8", "8", "7"),
