@@ -9,6 +9,7 @@ from rlpack.algorithms.correction import mean_weight, mismatch_metrics, mismatch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.fields import Column
 from rlpack.config.sections.correction_settings import Correction
+from rlpack.distributed.calls import Pending
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.mismatch_limits import check_mismatch
 from rlpack.recipes.driver.session import Session
@@ -33,8 +34,8 @@ def correct_off_policy(
     The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
     so for the tokens of each lag. With a lead, and without log-probs from before the update, the update itself measures
     them (`record_mismatch_of_update`). Tokens of lag 0 were sampled with the weights that the trainer has, so the limit
-    on the gap of log-probs (`rollout.max_logprob_gap`) applies to them. If only these metrics need the comparison, they
-    are recorded by `update_actor` after the update, so that ranks don't wait for the driver; a recipe with another
+    on the gap of log-probs (`rollout.max_logprob_gap`) applies to them. If only these metrics need the comparison,
+    `update_actor` has it computed and records them, so that the update doesn't wait for it; a recipe with another
     update calls `StepContext.record_pending_metrics`.
 
     Args:
@@ -51,14 +52,17 @@ def correct_off_policy(
     if "logprobs" not in rollouts or settings.skips_old_logprobs or not (settings.measures or lags):
         return rollouts
     tokens, newest = rollouts["response_tokens"], session.rollout_weights.version if lags else 0
-    pending = session.actor.with_plan(plan).submit(
-        ActorWorker.correct, rollouts, settings, newest=newest, lead=lags[-1] if lags else None
-    )
+    actor = session.actor.with_plan(plan)
+    lead = lags[-1] if lags else None
+
+    def submit() -> Pending[BatchedDataDict]:
+        return actor.submit(ActorWorker.correct, rollouts, settings, newest=newest, lead=lead)
+
     if not settings.measures:
-        step.pending_metrics.append(lambda _: _record(session, step, _totals_by_lag(pending.result(), tokens, lags)))
+        step.measure_later(submit, lambda found, _: _record(session, step, _totals_by_lag(found, tokens, lags)))
         return rollouts
     with step.timer("correction"):
-        found = pending.result()
+        found = submit().result()
     _record(session, step, _totals_by_lag(found, tokens, lags))
     if int(tokens.sum()):
         step.excluded_by = _excludes_all(settings, found)

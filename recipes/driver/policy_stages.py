@@ -114,8 +114,8 @@ def collect_reference_logprobs(
     """Add `reference_logprobs` f32 [T]; nothing without a KL term.
 
     If the batch has `logprobs`, and the rewards or the advantage function need the KL divergence, also `kl_sum` f64
-    [B], and `kl_bounded` f64 [B] with `algorithm.k3_bound`. If only metrics need it, `update_actor` collects it, so
-    that ranks don't wait for the driver in between.
+    [B], and `kl_bounded` f64 [B] with `algorithm.k3_bound`. If only metrics need it, `update_actor` has it computed,
+    so that the update doesn't wait for it.
     """
     if pending is None:
         return rollouts
@@ -126,10 +126,13 @@ def collect_reference_logprobs(
         if "logprobs" not in rollouts:
             return rollouts
         actor, settings = session.actor.with_plan(plan), session.config.algorithm
-        kl = actor.submit(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound)
+
+        def submit() -> Pending[BatchedDataDict]:
+            return actor.submit(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound)
+
         if reward_kl_coef(session) > 0 or _reads_kl_sum(settings):
-            return rollouts.union(kl.result())
-        step.pending_metrics.append(lambda scored: _record_kl(step, scored, kl.result()))
+            return rollouts.union(submit().result())
+        step.measure_later(submit, lambda kl, scored: _record_kl(step, scored, kl))
         return rollouts
 
 
@@ -260,7 +263,9 @@ def update_actor(
         updates, trained, weigh = list[dict[str, float]](), list[bool](), partial(_weights, session)
         for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
             trained += has_tokens(trained_tokens(rows), own)
-            updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
+            update = session.actor.with_plan(own).submit(ActorWorker.train_step, rows, loss, rate)
+            step.submit_measurements()  # ranks run them after the update
+            updates += update.result()
             session.performance.count("actor", ActorWorker.train_step, own, rows["response_tokens"])
     step.record_pending_metrics(rollouts)
     for later in updates[1 + trained.index(True) if any(trained) else 1 :]:  # the weights have changed since then

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import Lease
+from rlpack.distributed.calls import Pending
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
 from rlpack.observe.draw_times import as_times_of_draw
@@ -29,6 +30,8 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.spans import span
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 # A metric that is summed within an optimizer step is already a mean over tokens or rows, so steps are averaged.
 _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
@@ -56,6 +59,24 @@ class Timers:
         return dict(self._seconds)
 
 
+class _Measurement(Generic[R]):
+    """A call whose result only metrics need."""
+
+    def __init__(self, submit: Callable[[], Pending[R]], record: Callable[[R, BatchedDataDict], None]) -> None:
+        self._submit, self._record = submit, record
+        self._pending: Pending[R] | None = None
+
+    def submit(self) -> Pending[R]:
+        """Start the call, unless it was started."""
+        if self._pending is None:
+            self._pending = self._submit()
+        return self._pending
+
+    def record(self, rollouts: BatchedDataDict) -> None:
+        """Wait for the call, and record its result."""
+        self._record(self.submit().result(), rollouts)
+
+
 @dataclass
 class StepContext:
     """One step in progress, or one evaluation.
@@ -68,8 +89,6 @@ class StepContext:
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
         responses: tokens that were generated in each of the plan's rows; None without generation.
-        pending_metrics: functions that wait for a call whose result only metrics need, and record them, given the
-            scored rows; ranks don't wait for the driver in between.
         versions: the number of a batch's sampled tokens by policy version; None if they aren't counted yet.
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
@@ -85,16 +104,30 @@ class StepContext:
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
     responses: list[int] | None = None
-    pending_metrics: list[Callable[[BatchedDataDict], None]] = field(default_factory=list)
     versions: Mapping[int, int] | None = None
     lag: int = 0
     samples: list[Sample] = field(default_factory=list)
     nonfinite_updates: dict[str, tuple[int, int]] = field(default_factory=dict)
     excluded_by: str | None = None
+    _measurements: list[_Measurement[Any]] = field(default_factory=list)
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
         self.progress = replace(self.progress, **changes)
+
+    def measure_later(self, submit: Callable[[], Pending[R]], record: Callable[[R, BatchedDataDict], None]) -> None:
+        """Leave a call whose result only metrics need until the update was submitted, so that it delays no update.
+
+        Args:
+            submit: starts the call, which must not read the weights; `update_actor` calls it.
+            record: records the metrics, given the result and the scored rows.
+        """
+        self._measurements.append(_Measurement(submit, record))
+
+    def submit_measurements(self) -> None:
+        """Start the calls that were left until now."""
+        for measurement in self._measurements:
+            measurement.submit()
 
     def record_pending_metrics(self, rollouts: BatchedDataDict) -> None:
         """Wait for the calls whose results only metrics need, and record them.
@@ -105,8 +138,9 @@ class StepContext:
         Raises:
             LogprobGapError: see `off_policy.correct_off_policy`.
         """
-        while self.pending_metrics:
-            self.pending_metrics.pop(0)(rollouts)
+        self.submit_measurements()
+        while self._measurements:
+            self._measurements.pop(0).record(rollouts)
 
     def metrics_of_draw(self) -> dict[str, float]:
         """Return the metrics and times of a batch that was drawn in this context, ahead of the step that takes it.
