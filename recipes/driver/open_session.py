@@ -73,7 +73,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     """Do the work of `open_session` in a directory that this process holds."""
     directory = Path(cast(str, config.run_dir))
     loaded = checkpoint_to_resume(directory, config)
-    progress = loaded.progress if loaded else Progress()
+    progress = loaded.progress_with(config) if loaded else Progress()
     hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
     tokenizer, prompts, held_out = load_splits(config)
     sets = load_sets(config, tokenizer)

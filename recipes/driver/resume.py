@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint to continue from, and refuse one whose datasets have changed."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ class LoadedCheckpoint:
     def progress(self) -> Progress:
         """Return how far the run had come."""
         return Progress(**self.state["progress"])
+
+    def progress_with(self, config: Config) -> Progress:
+        """Return the progress with which a run of this configuration continues.
+
+        If it has another `algorithm.kl_coef` than the checkpoint's, the coefficient is adapted from that value on.
+        """
+        was = self.state["config"]["algorithm"].get("kl_coef")
+        return self.progress if was == config.algorithm.kl_coef else replace(self.progress, kl_coef=None)
 
     def evaluation_is_due(self, config: Config, *, is_logged: bool) -> bool:
         """Return whether a run with this configuration has to evaluate after the checkpoint's step.

@@ -93,7 +93,7 @@ class StepContext:
         lag: policy versions between the oldest token of the step's batch and the newest.
         samples: responses to show and store when the step is logged.
         nonfinite_updates: of each trained role, how many optimizer steps had a gradient that isn't finite, and how many
-            there were.
+            trained on a token.
         excluded_by: the key of the off-policy correction that excludes every token of the batch, if any.
     """
 
@@ -182,7 +182,7 @@ class StepContext:
         for name in dict.fromkeys(name for step in metrics for name in step):
             role, _, metric = name.partition("/")
             if metric == "grad_norm":
-                norms = [step[name] for step in metrics if name in step]
+                norms = [step[name] for step in measured if name in step]
                 self.nonfinite_updates[role] = (int(np.sum(~np.isfinite(norms))), len(norms))
         for name in dict.fromkeys(name for step in metrics for name in step):
             is_count = name.endswith("/skipped_steps")

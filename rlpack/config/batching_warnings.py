@@ -40,7 +40,7 @@ def _why_no_old_logprobs(config: Config) -> str | None:
         return "algorithm.correction.bypass=true leaves out the old-log-prob pass"
     if not config.recipe.target.startswith("rlpack."):  # others may have passes of their own
         return None
-    if _has_several_steps(trainer) or algorithm.correction.measures or config.actor.lora.dropout > 0:
+    if has_several_steps(trainer) or algorithm.correction.measures or config.actor.lora.dropout > 0:
         return None
     if _reads_kl_early(config):
         return None
@@ -50,7 +50,7 @@ def _why_no_old_logprobs(config: Config) -> str | None:
     )
 
 
-def _has_several_steps(trainer: Trainer) -> bool:
+def has_several_steps(trainer: Trainer) -> bool:
     """Return whether a batch may be several optimizer steps."""
     if trainer.updates_per_batch > 1 or trainer.mini_batch_size is None:
         return trainer.updates_per_batch > 1

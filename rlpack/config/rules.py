@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
+from rlpack.config.algorithm_rules import algorithm_problems
 from rlpack.config.batching_rules import (
     alignment_problems,
     cut_problems,
@@ -55,31 +56,6 @@ def broken_rules(config: Config) -> list[str]:
 
 def _recipe(config: Config) -> Iterator[str]:
     yield from recipe_texts(config, "rules")
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    is_cispo = algorithm.loss == "cispo"  # a lower bound of 1 means none
-    if algorithm.clip_low > algorithm.clip_high and not is_cispo:
-        yield (
-            f"algorithm.clip_low ({algorithm.clip_low}) exceeds algorithm.clip_high ({algorithm.clip_high}); lower "
-            "algorithm.clip_low or raise algorithm.clip_high"
-        )
-    if algorithm.clip_low == 1 and not is_cispo:
-        yield "algorithm.clip_low is 1, which is not a lower bound; set it below 1, or set algorithm.loss=cispo"
-    needs_constant = algorithm.aggregation == "seq_mean_token_sum_norm"
-    if needs_constant and algorithm.aggregation_constant is None:
-        yield (
-            "algorithm.aggregation=seq_mean_token_sum_norm divides by a constant; set algorithm.aggregation_constant, "
-            f"for example to rollout.max_new_tokens ({config.rollout.max_new_tokens})"
-        )
-    if not needs_constant and algorithm.aggregation_constant is not None:
-        yield (
-            f"algorithm.aggregation_constant is {algorithm.aggregation_constant}, but algorithm.aggregation is "
-            f"{algorithm.aggregation}; set algorithm.aggregation=seq_mean_token_sum_norm, or the constant to null"
-        )
-    if algorithm.kl_coef > 0 and "reference" not in config.roles:
-        yield f"algorithm.kl_coef is {algorithm.kl_coef}, which needs the role reference; keep roles.reference"
 
 
 def _mini_batches(config: Config) -> Iterator[str]:
@@ -151,22 +127,6 @@ def _schedule(key: str, optimizer: Optimizer, steps: int | None) -> Iterator[str
         yield (
             f"{key}.warmup_steps ({optimizer.warmup_steps:g}) leaves no step of trainer.steps ({steps}) at peak rate; "
             f"lower {key}.warmup_steps or raise trainer.steps"
-        )
-
-
-def _kl(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.kl_coef > 0:
-        return
-    unused = {}  # each with the value that leaves it out
-    if algorithm.kl_target is not None:
-        unused[f"algorithm.kl_target={algorithm.kl_target:g}"] = "algorithm.kl_target=null"
-    if algorithm.kl_placement == "reward":
-        unused["algorithm.kl_placement=reward"] = "algorithm.kl_placement=loss"
-    if unused:
-        yield (
-            f"algorithm.kl_coef is 0, so {' and '.join(unused)} would have no effect; set algorithm.kl_coef above 0, "
-            f"or {' '.join(unused.values())}"
         )
 
 
@@ -344,10 +304,9 @@ def _job(config: Config) -> Iterator[str]:
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _recipe,
-    _algorithm,
+    algorithm_problems,
     engine_problems,
     function_name_problems,
-    _kl,
     expert_problems,
     compile_problems,
     correction_problems,

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from rlpack.config.ahead_rules import ahead_warnings
+from rlpack.config.algorithm_warnings import algorithm_warnings
 from rlpack.config.batching_warnings import batching_warnings
 from rlpack.config.engine_rules import engine_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
@@ -36,6 +37,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
     return [
         *recipe_texts(config, "warnings"),
         *ahead_warnings(config),
+        *algorithm_warnings(config),
         *batching_warnings(config),
         *engine_warnings(config),
         *_sampling(config),

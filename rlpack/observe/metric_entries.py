@@ -125,7 +125,8 @@ METRICS: dict[str, Metric] = {
         "fraction", "Tokens without gradient because the ratio is below its lower bound."
     ),
     "actor/clip_high_fraction": Metric(
-        "fraction", "Tokens without gradient because the ratio is above its upper bound."
+        "fraction",
+        "Tokens without gradient because the ratio is above its upper bound; with kl_cov, the tokens with a penalty.",
     ),
     "actor/moe_balance_loss": Metric(
         "1",
@@ -175,7 +176,9 @@ METRICS: dict[str, Metric] = {
     ),
     "advantage/std": Metric("1", "Standard deviation of the advantages in advantage/mean."),
     "advantage/zero_group_fraction": Metric(
-        "fraction", "Groups without policy gradient: all advantages are 0 (with group_relative, the rewards are equal)."
+        "fraction",
+        "Groups without policy gradient: all advantages are 0. With group_relative, the rewards are equal (with "
+        "algorithm.kl_placement=reward, after the KL terms are subtracted).",
     ),
     "evaluation/reward_sampled": Metric(
         "1", "Held-out mean reward over evaluation.samples samples per prompt; the accuracy if rewards are 0 or 1."

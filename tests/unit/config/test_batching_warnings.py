@@ -99,5 +99,7 @@ def test_supervised_recipes_use_the_budget_for_the_held_out_loss_whatever_the_co
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_the_bound_of_k3_is_unused_by_other_estimators(estimator: str):
-    found = warnings(algorithm={"kl_coef": 0.1, "kl_estimator": estimator, "k3_bound": 5.0})
+    found = warnings(
+        algorithm={"kl_coef": 0.1, "kl_estimator": estimator, "k3_bound": 5.0, "kl_straight_through": True}
+    )
     assert [text.partition(" but ")[0] for text in found] == ["algorithm.k3_bound is 5"] * (estimator != "k3")

@@ -42,6 +42,21 @@ def test_steps_that_take_some_updates_never_end_it(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 1
 
 
+def test_optimizer_steps_without_tokens_dont_hide_lost_ones():
+    watch = GradientWatch()
+
+    def take(number: int) -> None:
+        step = StepContext(number, Progress("train"), lease=LocalLease())
+        updates = [{"actor/grad_norm": norm, "actor/skipped_steps": 1.0} for norm in (math.nan, 0.0)]
+        step.record_optimizer_steps(updates, [True, False])
+        watch.check(step)
+
+    for number in range(1, MOST_LOST):
+        take(number)
+    with pytest.raises(NonFiniteGradientError):
+        take(MOST_LOST)
+
+
 def test_zero_gradients_are_not_lost(caplog: pytest.LogCaptureFixture):
     watch = GradientWatch()
     for number in range(1, 2 * MOST_LOST):

@@ -31,6 +31,15 @@ def test_a_kl_term_needs_the_policy_that_the_recipe_began_with():
         check_same_run(saved, config, has_reference=False)
 
 
+@pytest.mark.parametrize(("given", "adapted"), [(0.1, 0.0123), (0.5, None)])
+def test_an_adapted_kl_coefficient_is_kept_unless_another_one_is_given(given: float, adapted: float | None):
+    saved = Config(algorithm=Algorithm(kl_coef=0.1, kl_target=5.0)).model_dump(mode="json")
+    progress = Progress("train", step=7, kl_coef=0.0123)
+    checkpoint = LoadedCheckpoint(Path("step-7"), {"config": saved, "progress": asdict(progress)})
+    config = Config(algorithm=Algorithm(kl_coef=given, kl_target=5.0))
+    assert checkpoint.progress_with(config) == replace(progress, kl_coef=adapted)
+
+
 def test_another_seed_makes_another_run():
     with pytest.raises(ConfigError, match=r"seed is 2 and the checkpoint in run_dir=None was written with 1"):
         check_same_run(Config().model_dump(mode="json"), Config(seed=2))
