@@ -24,6 +24,14 @@ Row = tuple[str, Mapping[str, Any]]
 _LONGEST_SHOWN, _LONGEST_REASON = 60, 500
 # The names of a dataset's configurations in the error of a missing or unknown one.
 _SUBSETS = re.compile(r"(?:Config name is missing\.[^[]*|BuilderConfig .* not found\. Available: )\[(.*?)\]", re.DOTALL)
+# What to do about a column that rows lack, by the key that names it.
+_REMEDIES = {
+    "data.prompt_column": "set data.prompt_column",
+    "data.answer_column": "set data.answer_column, or data.answer_column=null if there is none",
+    "data.completion_column": (
+        "set data.completion_column, or choose data=jsonl, data=parquet or data=hub, which need no demonstrations"
+    ),
+}
 # Suffixes of local files; a source with one of them is never a dataset on the Hub.
 _FILE_SUFFIXES = frozenset(
     (*DATA_FILES, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
@@ -96,8 +104,7 @@ def load_prompts(
     for number, (place, row) in enumerate(rows):
         for key, column in needed.items():
             if column not in row:
-                other = ", or data.answer_column=null if there is none" if key == "data.answer_column" else ""
-                raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}{other}")
+                raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; {_REMEDIES[key]}")
         answer = row.get(answer_column) if answer_column else None
         shapes.setdefault(_shape(answer), f"{place}: {answer_column} is {_brief(answer)}")
         if len(shapes.keys() - {"null"}) > 1:

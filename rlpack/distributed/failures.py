@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed.errors import RankError, RoleError
@@ -18,6 +19,11 @@ _CAUSE_GRACE_S = 1.0
 
 # What Ray raises for a process that ended; one that its memory monitor killed has an error without the actor's id.
 DEATHS = (RayActorError, OutOfMemoryError)
+
+_ON_FULL_GPU = (
+    "; lower batching.max_tokens, or set actor.gradient_checkpointing=full; the guide's section Memory lists more, and "
+    "--dry-run estimates what helps"
+)
 
 # Submission order of all calls of this process, across pools.
 _ORDER = count()
@@ -130,7 +136,8 @@ def describe_error(error: RayError, place: RankPlace | None = None) -> str:
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
         line = place_in_user_code(str(error))  # which contains the traceback
-        return text if line in text else text + line
+        text = text if line in text else text + line
+        return text + _ON_FULL_GPU if isinstance(error.cause, torch.OutOfMemoryError) else text
     on_node = "" if place is None else place.on_node
     process = f"process {place.pid}{on_node}" if place is not None and on_node else "the process"
     if isinstance(error, OutOfMemoryError):

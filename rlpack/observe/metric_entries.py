@@ -61,8 +61,8 @@ METRICS: dict[str, Metric] = {
     "mismatch/chi2": Metric(
         "1", "χ² divergence per token: the mean of (π / μ)², minus 1; log (π / μ) is clamped to [-20, 20]."
     ),
-    "mismatch/gap": Metric("nats", "Mean of |log π - log μ| over tokens."),
-    "mismatch/largest_gap": Metric("nats", "Largest |log π - log μ| of a token."),
+    "mismatch/gap": Metric("nats", "Mean absolute difference of log π and log μ over tokens."),
+    "mismatch/largest_gap": Metric("nats", "Largest absolute difference of log π and log μ of a token."),
     "mismatch/perplexity_ratio": Metric("1", "Perplexity of a response under π over that under μ; mean over rows."),
     "mismatch/lag_<name>": Metric(
         "1",
@@ -81,12 +81,12 @@ METRICS: dict[str, Metric] = {
     "rollout/repeated_rows": Metric(
         "rows",
         "Responses that were generated again from the same seeds, because an engine failed, was replaced or returned "
-        "what can't be used (vllm).",
+        "an unusable response (vllm).",
     ),
     "rollout/engines_replaced": Metric(
         "1",
-        "Engines that were replaced because they died, hung or failed the canary (vllm), since the record before; only "
-        "logged if there are some.",
+        "Engines that were replaced because they died, hung or failed the canary (vllm), since the previous record; "
+        "logged only if above 0.",
     ),
     "rollout/gpu_bytes_awake": Metric(
         "bytes",
@@ -222,7 +222,7 @@ METRICS: dict[str, Metric] = {
     "time/sleep_s": Metric("s", "Letting the engines sleep after generation."),
     "time/reward_s": Metric("s", "Waiting for rewards, without the scoring that overlaps generation and log-probs."),
     "time/logprobs_s": Metric("s", "Log-probs of the policy before its update; this, too, may include scoring."),
-    "time/reference_s": Metric("s", "Waiting for the reference's log-probs, without what overlaps other work."),
+    "time/reference_s": Metric("s", "Waiting for the reference's log-probs, excluding time that overlaps other work."),
     "time/values_s": Metric("s", "Values of the critic before its update."),
     "time/update_critic_s": Metric("s", "Forward, backward and optimizer step of the critic."),
     "time/greedy_s": Metric("s", "Generation of the greedy responses."),
@@ -235,8 +235,10 @@ METRICS: dict[str, Metric] = {
         "within time/step_s.",
     ),
     "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
-    "time/recipe/<name>": Metric("s", "A part of the step that a recipe outside of rlpack measures."),
-    "time/draw/<name>": Metric("s", "Such a part of the draw of a batch that was drawn ahead (trainer.lead)."),
+    "time/recipe/<name>": Metric("s", 'Time that a custom recipe measures with `step.timer("recipe/<name>")`.'),
+    "time/draw/<name>": Metric(
+        "s", "As time/recipe/<name>, in the draw of a batch that was drawn ahead (trainer.lead)."
+    ),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/restart_s": Metric("s", "Starting ranks again after a fault; the calls that needed them include it."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split; with trainer.lead, while the next step trains."),
@@ -324,7 +326,7 @@ METRICS: dict[str, Metric] = {
     "store/peak_bytes": Metric(
         "bytes", "Peak size of a step's tokens and texts in the object store, without the dataset cache."
     ),
-    "recipe/<name>": Metric("1", "A metric of a recipe outside of rlpack."),
+    "recipe/<name>": Metric("1", "A metric that a custom recipe logs."),
     "optimizer_steps": Metric(
         "steps", "Optimizer steps of the actor so far, including those of the warm-up, without skipped ones."
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed import failures
@@ -146,6 +147,13 @@ def test_a_process_on_another_node_is_named_with_its_node_where_its_log_is():
     assert describe_error(failure(RayActorError()), there).endswith(f"got data from has ended: {text}")
     killed = describe_error(OutOfMemoryError("killed"), there)
     assert killed.startswith("process 4321 on node 10.0.0.2 was killed by Ray's memory monitor, since its node ran out")
+
+
+def test_a_full_gpu_names_the_keys_that_save_memory():
+    text = describe_error(failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")))
+    assert text.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; lower batching.max_tokens")
+    assert "actor.gradient_checkpointing=full" in text
+    assert "batching" not in describe_error(failure(RuntimeError("out of memory")))
 
 
 def test_a_late_or_stopped_process_on_another_node_is_named_with_its_node():

@@ -18,6 +18,11 @@ def test_the_reference_page_is_what_the_table_generates() -> None:
     assert written == reference(), "run python -m rlpack.observe.metric_table"
 
 
+def test_every_row_of_the_reference_page_has_three_cells() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {4}, "| in a description ends its cell"
+
+
 def test_an_unknown_name_warns_first_with_the_family_of_own_recipes() -> None:
     of_own_recipes = r"unknown metric 'rewards/mean': if your own recipe records it, name it recipe/<name>; .*METRICS"
     with pytest.warns(UnknownMetricWarning, match=of_own_recipes):
