@@ -5,6 +5,7 @@ package index what to install as rlpack: it names the checkout, file or URL that
 missing packages.
 """
 
+import importlib.util
 import json
 import shlex
 import shutil
@@ -30,6 +31,18 @@ EXTRAS = {
 }
 TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submitted job
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a top-level package can be imported, without importing it.
+
+    A folder of this name in the working directory, such as the `wandb/` that W&B writes, is no package.
+
+    >>> is_installed("json"), is_installed("no_such_package")
+    (True, False)
+    """
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def how_to_install(extra: str, environment: Mapping[str, str]) -> str:

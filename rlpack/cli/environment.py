@@ -3,7 +3,6 @@
 The checks are cheap: no user module is imported, only the packages above it, and no service is contacted.
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from rlpack.config.reward_rules import CALLS_SERVER
 from rlpack.config.roles import gpus_per_rank, optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
-from rlpack.installation import RAY_JOB, how_to_install
+from rlpack.installation import RAY_JOB, how_to_install, is_installed
 from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
@@ -119,13 +118,13 @@ def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 def _packages(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield problems of optional packages, which have to be on every node."""
     for key, optimizer in optimizers(config).items():
-        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        if optimizer.name == "adamw_8bit" and not is_installed("torchao"):
             yield (
                 f"{key}.name=adamw_8bit needs the package torchao, which is not installed; "
                 f"{how_to_install('eight-bit', environment)}, on every node, or set {key}.name=adamw"
             )
     for key, target in targets_of(config).items():
-        if target.partition(":")[0] == "rlpack.rewards.math" and importlib.util.find_spec("math_verify") is None:
+        if target.partition(":")[0] == "rlpack.rewards.math" and not is_installed("math_verify"):
             yield (
                 f"{key}={target} needs the package math-verify, which is not installed; "
                 f"{how_to_install('math', environment)}, on every node"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.error_text import print_error
-from rlpack.observe.errors import StandardOutputClosedError
+from rlpack.distributed.errors import UnavailableError
+from rlpack.observe.errors import SinkUnavailableError, StandardOutputClosedError
 from rlpack.run_log import current_log
 from rlpack.user_code import describe_exception
 
-RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
+RUN_FAILED, CONFIG_WRONG, DATA_WRONG, UNAVAILABLE, INTERRUPTED = 1, 2, 3, os.EX_TEMPFAIL, 130
 _OWN_PACKAGES = ("rlpack.",)
 # Folders of installed packages, wherever they are.
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -30,6 +31,8 @@ def report_failure(error: Exception, command: str = "train") -> int:
         run_log.record_failure(error)
     if run_log is not None and run_log.has_steps:
         return RUN_FAILED
+    if isinstance(error, UnavailableError | SinkUnavailableError):
+        return UNAVAILABLE
     if isinstance(error, DataError):
         return DATA_WRONG if _place_in_user_code(error) is None else RUN_FAILED
     return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED

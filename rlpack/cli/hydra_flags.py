@@ -11,6 +11,8 @@ _LAST_DIRECTORY_FLAGS = {"--config-dir", "-cd"}
 DIRECTORY_FLAGS = _FIRST_DIRECTORY_FLAGS | _LAST_DIRECTORY_FLAGS
 NAME_FLAGS = {"--config-name", "-cn"}
 SWEEP_FLAGS = {"--multirun", "-m"}
+# Options of `rlpack train` that are no flags of Hydra.
+ESTIMATE_FLAGS = ("--dry-run", "--memory-gb")
 FLAGS = (
     DIRECTORY_FLAGS
     | NAME_FLAGS

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from rlpack.batch.errors import DataError
+from rlpack.config.hydra_text import as_argument
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.run_dir import LENGTHS, METRICS
 from rlpack.observe.sinks import read_records
@@ -43,7 +44,7 @@ def _why_no_lengths(run_dir: Path) -> str:
         return ", in which a recipe stores the lengths of its training steps; give a file of lengths"
     return (
         ": the run took no training step, and lengths are stored from the first one on, after the warm-up; continue it "
-        f"with run_dir={run_dir} resume=auto, or give a file of lengths"
+        f"with {as_argument('run_dir', str(run_dir))} resume=auto, or give a file of lengths"
     )
 
 

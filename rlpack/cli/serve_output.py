@@ -2,7 +2,7 @@
 
 import shlex
 
-from rlpack.cli.hydra_text import hydra_text
+from rlpack.config.hydra_text import hydra_text
 from rlpack.config.reward_rules import JUDGE, SERVED_REWARD_MODEL
 from rlpack.config.schema import Judge
 

@@ -1,8 +1,58 @@
-"""Words of a command line that a shell split off an override at its spaces."""
+"""The words of a command line: overrides, Hydra's flags, and what a shell split off an override at its spaces."""
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from rlpack.cli.hydra_flags import DIRECTORY_FLAGS, ESTIMATE_FLAGS, FLAGS, NAME_FLAGS
+from rlpack.config.errors import ConfigError
+from rlpack.config.keys import find, unknown_key_problem
+from rlpack.config.yaml_limits import check_yaml_files
 
 _OPENING, _CLOSING = "[{(", "]})"
+_PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
+
+
+def split_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into flags (with their values) and overrides, which Hydra's parser needs side by side.
+
+    Raises:
+        ConfigError: a word is neither, a flag is given twice, an unsupported plugin is chosen, or a config directory is
+            unsafe.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    seen: list[str] = []
+    previous = ""
+    for index, word in enumerate(arguments):
+        if word.startswith("-") or (previous.startswith("-") and "=" not in word):
+            flags.append(word)
+        elif "=" in word or word.startswith("~"):
+            overrides.append(word)
+        else:
+            raise ConfigError([not_an_override(arguments, index, "trainer.steps=50")])
+        flag, _, value = word.partition("=") if word.startswith("-") else (previous, "", word)
+        if word.startswith("-") and flag not in FLAGS:
+            raise ConfigError([_unknown_flag(flag)])
+        if word.startswith("-") and flag in DIRECTORY_FLAGS | NAME_FLAGS:
+            seen.append(flag)
+        if flag in DIRECTORY_FLAGS and value:
+            check_yaml_files(Path(value))
+        previous = word
+    if repeated := [flag for flag in seen if seen.count(flag) > 1]:
+        raise ConfigError([f"{repeated[0]} is given {len(repeated)} times, but only the last would count; give one"])
+    for override in overrides:
+        if override.startswith(_PLUGINS) and not override.endswith("=basic"):
+            raise ConfigError([f"{override} is not supported: the jobs of a sweep run one after another"])
+    return flags, overrides
+
+
+def _unknown_flag(flag: str) -> str:
+    """Return the message for an unknown option, which was most likely meant as a key."""
+    if flag in ESTIMATE_FLAGS:
+        return f"{flag} is an option of rlpack train alone; estimate the run with `rlpack train --dry-run` first"
+    key = flag.lstrip("-").replace("-", "_")
+    hint = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
+    return f"unknown option {flag}; overrides take no dashes: {hint}"
 
 
 def not_an_override(arguments: Sequence[str], index: int, example: str) -> str:

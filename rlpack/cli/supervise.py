@@ -2,8 +2,8 @@
 
 The run is a separate process with the same command line. A failure that another attempt can't fix ends it at once: a
 wrong configuration or wrong data in the first attempt, Ctrl-C, a closed pipe on standard output (exit code 141), and a
-second failure in a row without a newer checkpoint in between. If a restart fails checks that the first attempt passed,
-a node or a service may be missing temporarily, so the restart is repeated after longer pauses.
+second failure in a row without a newer checkpoint in between. If Ray, devices or a service are unavailable (exit code
+75), or if a restart fails checks that the first attempt passed, the next attempt follows after a longer pause.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rlpack.cli.hydra_text import hydra_text
 from rlpack.cli.signals import BROKEN_PIPE
+from rlpack.config.hydra_text import hydra_text
 from rlpack.distributed.missing_nodes import expect_missing_nodes
 from rlpack.observe.run_dir import CHECKPOINTS, LOG, PHASES
 from rlpack.run_log import RunLog
@@ -26,7 +26,7 @@ from rlpack.user_code import Interrupted
 
 log = logging.getLogger(__name__)
 
-DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, os.EX_TEMPFAIL, 130
 # In the environment of an attempt: the process that supervises it, its number and the number of all attempts.
 _ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -56,8 +56,9 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
     for number in range(restarts + 1):
         before = newest_checkpoints(Path(run_dir))
         code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
-        is_refused = code in (CONFIG_WRONG, DATA_WRONG)
-        if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_refused and number == 0):
+        is_wrong = code in (CONFIG_WRONG, DATA_WRONG)
+        is_refused = is_wrong or code == UNAVAILABLE
+        if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_wrong and number == 0):
             return INTERRUPTED if code < 0 else code  # a signal ended it before it could handle one
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:

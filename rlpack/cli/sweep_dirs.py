@@ -1,6 +1,6 @@
 """The directory of a sweep, which Hydra creates before it composes the jobs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,6 +41,16 @@ def removed_if_refused() -> Iterator[None]:
             with suppress(OSError):  # for example, they were never created, or hold something else
                 _remove(SweepDir.created)
         raise
+
+
+def remove_if_unused(run_dirs: Iterable[str | None]) -> None:
+    """Remove what Hydra created for a sweep whose jobs all have other run directories."""
+    if not SweepDir.created:
+        return
+    sweep = SweepDir.created[0]
+    if not any(Path(run_dir or ".").absolute().is_relative_to(sweep) for run_dir in run_dirs):
+        with suppress(OSError):
+            _remove(SweepDir.created)
 
 
 def _remove(created: list[Path]) -> None:

@@ -29,17 +29,18 @@ from rlpack.cli.dry_run import estimate, split_options
 from rlpack.cli.environment import check_code, check_environment, run_dir_problems
 from rlpack.cli.error_text import print_error
 from rlpack.cli.failed_run import CONFIG_WRONG, INTERRUPTED, print_failure, report_failure
-from rlpack.cli.hydra_flags import DIRECTORY_FLAGS, FLAGS, NAME_FLAGS, SWEEP_FLAGS, search_path, values_of
-from rlpack.cli.hydra_text import hydra_text
+from rlpack.cli.fresh_run_dir import Namer, free_name, reserved_names
+from rlpack.cli.hydra_flags import NAME_FLAGS, SWEEP_FLAGS, search_path, values_of
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
-from rlpack.cli.split_words import not_an_override
+from rlpack.cli.split_words import split_words
 from rlpack.cli.supervise import begin_attempt, supervise
-from rlpack.cli.sweep_dirs import RECORD_DIR, removed_if_refused
+from rlpack.cli.sweep_dirs import RECORD_DIR, remove_if_unused, removed_if_refused
 from rlpack.cli.user_modules import import_from_working_directory
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.given_keys import given_key_problems, given_keys
-from rlpack.config.keys import find, unknown_key_problem
+from rlpack.config.hydra_text import as_argument, hydra_text
+from rlpack.config.overridden_choices import overridden_choices
 from rlpack.config.preset_defaults import Presets
 from rlpack.config.preset_files import preset_problems
 from rlpack.config.recipe_targets import recipe_targets
@@ -48,7 +49,6 @@ from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
-from rlpack.config.yaml_limits import check_yaml_files
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.observe.run_dir import holds_checkpoint
@@ -60,7 +60,6 @@ from rlpack.user_code import UserCode, UserCodeError
 log = logging.getLogger(__name__)
 
 _OWN_PACKAGES = ("rlpack.",)
-_PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class Job:
         number: its place in a sweep; None for a single run.
         sweep_dir: Hydra's directory of this run of a sweep.
         overrides: its own overrides in a sweep.
+        overridden: warnings about presets that the command chooses and that its experiment overrides.
         resume_dir: value of `run_dir` with which the same command resumes it, and all runs of its sweep; None if the
             command sets `run_dir` itself, "" if no value does.
     """
@@ -82,6 +82,7 @@ class Job:
     number: int | None = None
     sweep_dir: str = ""
     overrides: str = ""
+    overridden: tuple[str, ...] = ()
     resume_dir: str | None = None
 
 
@@ -90,13 +91,21 @@ def train(arguments: list[str]) -> int:
 
     With `--dry-run` their memory is estimated instead. The first job that fails ends a sweep.
     """
+    with reserved_names() as reserve:
+        return _train(arguments, reserve)
+
+
+def _train(arguments: list[str], reserve: Namer) -> int:
+    """Do the work of `train`; `reserve` names the directory of a run that has none."""
     hide_progress_bars()
     is_dry, memory_gb = False, None
     try:
         import_from_working_directory()
         is_dry, memory_gb, arguments = split_options(arguments)
         with removed_if_refused():
-            jobs = with_run_dirs(_compose_for_dry_run(arguments) if is_dry else compose_jobs(arguments), datetime.now())
+            composed = _compose_for_dry_run(arguments) if is_dry else compose_jobs(arguments)
+            jobs = with_run_dirs(composed, datetime.now(), free_name if is_dry else reserve)
+            remove_if_unused(job.config.run_dir for job in jobs)
             for job in jobs:
                 _check(job.config, is_dry=is_dry)
     except (ValueError, CheckpointError, UserCodeError) as error:
@@ -131,11 +140,16 @@ def _run_jobs(jobs: Sequence[Job]) -> int:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
         with attached_log("driver", print_failure):
             begin_attempt()
-            for warning in config_warnings(job.config, job.given):
-                log.warning("%s", warning)
+            _warn(job)
             if code := run(job.config, how_to_go_on=partial(how_to_resume, job)):
                 return code
     return 0
+
+
+def _warn(job: Job) -> None:
+    """Log what is probably a mistake in a valid configuration."""
+    for warning in (*config_warnings(job.config, job.given), *job.overridden):
+        log.warning("%s", warning)
 
 
 def _compose_for_dry_run(arguments: list[str]) -> list[Job]:
@@ -149,8 +163,7 @@ def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:
     labels = ["" if job.number is None else f"job {job.number + 1} of {len(jobs)} ({job.overrides})" for job in jobs]
     try:
         for job in jobs:
-            for warning in config_warnings(job.config, job.given):
-                log.warning("%s", warning)
+            _warn(job)
             for problem in run_dir_problems(job.config, os.environ):  # the run may start on another machine
                 log.warning("a run from here would be refused: %s", problem)
         return estimate(zip(labels, (job.config for job in jobs), strict=True), memory_gb)
@@ -164,8 +177,9 @@ def how_to_resume(job: Job, config: Config) -> str:
     if not is_saved and (not job.number or job.resume_dir == ""):  # else earlier runs of the sweep are saved
         return "nothing was saved yet"
     if job.resume_dir == "":
-        return f"start this run alone, with run_dir={config.run_dir} resume=auto, to resume from its last checkpoint"
-    where = "" if job.resume_dir is None else f"run_dir={job.resume_dir} "
+        alone = as_argument("run_dir", config.run_dir or "")
+        return f"start this run alone, with {alone} resume=auto, to resume from its last checkpoint"
+    where = "" if job.resume_dir is None else f"{as_argument('run_dir', job.resume_dir)} "
     of = "its last checkpoint" if job.number is None else "the last checkpoint of each run of the sweep"
     return f"run the same command with {where}resume=auto to resume from {of}"
 
@@ -275,16 +289,18 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
             problems.extend(label + problem for problem in error.problems)
             return
         sweep_dir = HydraConfig.get().runtime.output_dir
-        given = given_keys(HydraConfig.get().overrides.task)
+        task = HydraConfig.get().overrides.task
+        given = given_keys(task)
+        lost = tuple(overridden_choices(task, given, folders, config.model_dump(mode="json")))
         problems.extend(label + problem for problem in given_key_problems(config, given))
         if in_sweep and config.supervise:
             problems.append(f"{label}supervise={config.supervise} is for one run; leave it out of a sweep (--multirun)")
         if in_sweep:  # else Hydra has no number
-            jobs.append(Job(config, given, job.num, sweep_dir, job.override_dirname))
+            jobs.append(Job(config, given, job.num, sweep_dir, job.override_dirname, lost))
         else:
-            jobs.append(Job(config, given))
+            jobs.append(Job(config, given, overridden=lost))
 
-    flags, overrides = _split(arguments)
+    flags, overrides = split_words(arguments)
     names = list(values_of(flags, NAME_FLAGS))
     root = register_base(recipe_targets(overrides, search_path(flags), *names[-1:]))
     folders = search_path(flags)
@@ -297,41 +313,6 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
     if problems:
         raise ConfigError(problems)
     return jobs
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into flags (with their values) and overrides, which Hydra's parser needs side by side.
-
-    Raises:
-        ConfigError: a word is neither, an unsupported plugin is chosen, or a config directory is unsafe.
-    """
-    flags: list[str] = []
-    overrides: list[str] = []
-    previous = ""
-    for index, word in enumerate(arguments):
-        if word.startswith("-") or (previous.startswith("-") and "=" not in word):
-            flags.append(word)
-        elif "=" in word or word.startswith("~"):
-            overrides.append(word)
-        else:
-            raise ConfigError([not_an_override(arguments, index, "trainer.steps=50")])
-        flag, _, value = word.partition("=") if word.startswith("-") else (previous, "", word)
-        if word.startswith("-") and flag not in FLAGS:
-            raise ConfigError([_unknown_flag(flag)])
-        if flag in DIRECTORY_FLAGS and value:
-            check_yaml_files(Path(value))
-        previous = word
-    for override in overrides:
-        if override.startswith(_PLUGINS) and not override.endswith("=basic"):
-            raise ConfigError([f"{override} is not supported: the jobs of a sweep run one after another"])
-    return flags, overrides
-
-
-def _unknown_flag(flag: str) -> str:
-    """Return the message for an unknown option, which was most likely meant as a key."""
-    key = flag.lstrip("-").replace("-", "_")
-    hint = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
-    return f"unknown option {flag}; overrides take no dashes: {hint}"
 
 
 @contextmanager
@@ -349,18 +330,19 @@ def _hydras_command_line(arguments: Sequence[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before[1]
 
 
-def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
+def with_run_dirs(jobs: Sequence[Job], now: datetime, name: Namer = free_name) -> list[Job]:
     """Return the jobs with run_dir set and `~` expanded; the jobs of a sweep never share one.
 
     In a sweep, a null run_dir becomes the directory that Hydra chose for the job. If several jobs name the same
-    run_dir, each gets a folder below it, named after its number.
+    run_dir, each gets a folder below it, named after its number. `name` returns the directory of any other run without
+    one.
     """
     named = [job.config.run_dir for job in jobs]
     placed = []
     for job in jobs:
         run_dir, in_sweep, resume_dir = job.config.run_dir, job.number is not None, None
         if run_dir is None:
-            run_dir = resume_dir = job.sweep_dir or _fresh_name(now, job.config.recipe.name)
+            run_dir = resume_dir = job.sweep_dir or name(now, job.config.recipe.name)
             if in_sweep:  # jobs that name the same run_dir, of which there are several, get folders below it
                 is_found = len(jobs) > 1 and Path(run_dir).name == str(job.number)
                 resume_dir = str(Path(run_dir).parent) if is_found else ""
@@ -372,16 +354,6 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
         config = job.config.model_copy(update={"run_dir": run_dir})
         placed.append(replace(job, config=config, resume_dir=resume_dir))
     return placed
-
-
-def _fresh_name(now: datetime, recipe: str) -> str:
-    """Return runs/<date>-<recipe>, with a suffix if that directory exists."""
-    name = base = Path("runs") / f"{now:%Y-%m-%d_%H-%M-%S}-{recipe}"
-    count = 1
-    while name.exists():
-        count += 1
-        name = base.with_name(f"{base.name}-{count}")
-    return str(name)
 
 
 def _refuse(error: Exception) -> int:

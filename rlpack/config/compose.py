@@ -195,6 +195,8 @@ def config_errors(overrides: Sequence[str], root: Key, folders: Sequence[Path] =
             [f"experiment is given {len(experiments)} times, but only the last would count; write {both}"]
         )
     for override in overrides:
+        if override.startswith("+") and override[1:].partition("=")[0] in groups():
+            raise ConfigError([f"{override} adds a second choice to the group; write {override[1:]}"])
         if len(override) > _LONGEST_OVERRIDE:
             raise ConfigError(
                 [

@@ -173,7 +173,13 @@ def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
         return f"choose one of {', '.join(choices)}"
     if kind in {"model_type", "dataclass_type"}:
         return f"it is a section, not a value; set one of its keys: {', '.join(_keys_below(path, root))}"
-    return f"it has to be {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"]
+    quoted = f"; put it in quotes, in a shell as '{path}=\"…\"'" if kind == "string_type" and _is_word(value) else ""
+    return f"it has to be {_EXPECTED[kind]}{quoted}" if kind in _EXPECTED else details["msg"]
+
+
+def _is_word(value: Any) -> bool:
+    """Return whether a value that was read from YAML may have been meant as text."""
+    return isinstance(value, bool | int | float)
 
 
 def enum_values(path: str, root: Key) -> list[str]:

@@ -11,9 +11,10 @@ from rlpack.config.engine_rules import engine_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
-from rlpack.config.schema import Algorithm, Config, Judge, Reference
+from rlpack.config.schema import Algorithm, Config, Judge, Logger, Reference
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
+from rlpack.installation import RAY_JOB
 
 # Losses that don't read `clip_low` and `clip_high`.
 _WITHOUT_CLIPPING = ("reinforce", "sapo", "kl_cov")
@@ -45,6 +46,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_untaught_model(config),
         *_unread_sections(config),
         *_unread_keys(config, given),
+        *_unread_settings(config, given),
         *_foreign_bounds(config, given),
         *_unread_correction(config),
         *_unmeasured_lag(config),
@@ -118,6 +120,22 @@ def _unread_keys(config: Config, given: Collection[str] | None) -> Iterator[str]
     for key in sorted(of_recipe.keys() & set(given or ())):  # presets set keys of the other sections for any recipe
         if not key.startswith("algorithm."):
             yield f"{key} is {_value_of(config, key)} but unused: {of_recipe[key]}"
+
+
+def _unread_settings(config: Config, given: Collection[str] | None) -> Iterator[str]:
+    """Yield settings of a job, of W&B and of the judge that the command sets for a run without them."""
+    for name in ("env_vars", "pip"):
+        is_given = given is None or any(f"{key}.".startswith(f"job.{name}.") for key in given)
+        if getattr(config.job, name) and is_given and RAY_JOB not in os.environ:
+            instead = "set the variables in its environment" if name == "env_vars" else "install the packages"
+            yield f"job.{name} is set but unused: it is for `rlpack submit`; to run here, {instead}"
+    if config.logger.wandb_project != Logger().wandb_project and config.logger.wandb == "disabled":
+        yield (
+            f"logger.wandb_project is {config.logger.wandb_project} but unused: logger.wandb is disabled; set it to "
+            "online or offline"
+        )
+    if config.judge.url is None and config.judge != Judge():
+        yield "judge.* is set but unused: judge.url is null"
 
 
 def _value_of(config: Config, key: str) -> Any:

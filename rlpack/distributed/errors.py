@@ -13,6 +13,10 @@ class PlacementError(ValueError):
     """A role, pool or device that can't be placed; the message says what is free."""
 
 
+class UnavailableError(PlacementError):
+    """Ray didn't start, or devices stayed in use; another attempt may succeed."""
+
+
 class RankError(RuntimeError):
     """Stands in for an exception of a role that can't be pickled.
 

@@ -20,7 +20,7 @@ import ray
 from ray.job_config import JobConfig
 
 from rlpack.config.schema import Placement
-from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.distributed.errors import PlacementError, UnavailableError, in_units
 from rlpack.distributed.ray_daemons import NEEDED, RayDaemons
 from rlpack.distributed.ray_internals import children_end_with_parent, find, private_module, temp_dir
 from rlpack.distributed.ray_watch import ended_at
@@ -102,7 +102,7 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         if daemons is not None:
             daemons.close()
         if isinstance(error, Exception) and not isinstance(error, PlacementError):  # Ray has no common class
-            raise PlacementError(_did_not_start(error)) from error
+            raise UnavailableError(_did_not_start(error)) from error
         raise
     return daemons
 
@@ -114,7 +114,7 @@ def _start_within_attempts(start: Callable[[], None], deadline: float) -> None:
             return
         except _DaemonEndedError as error:
             if attempt == _ATTEMPTS or time.monotonic() >= deadline:
-                raise PlacementError(f"Ray did not start on this machine: {error}; {_way_out()}") from error
+                raise UnavailableError(f"Ray did not start on this machine: {error}; {_way_out()}") from error
             logger.warning("%s; starting Ray again (attempt %d of %d)", error, attempt + 1, _ATTEMPTS)
 
 
@@ -282,8 +282,8 @@ def _patient(
     return wait
 
 
-def _too_late(timeout_s: float, problem: str) -> PlacementError:
-    return PlacementError(
+def _too_late(timeout_s: float, problem: str) -> UnavailableError:
+    return UnavailableError(
         f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; {_way_out()}. Ray "
         f"says: {problem}; its session's folder has raylet.out and gcs_server.out"
     )

@@ -29,7 +29,7 @@ from rlpack.background_call import BackgroundCall
 from rlpack.config.schema import Placement
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import MAX_RANKS_PER_CORE
-from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.distributed.errors import PlacementError, UnavailableError, in_units
 from rlpack.distributed.local_ray import start_local_ray
 from rlpack.distributed.ray_internals import (
     available_memory,
@@ -181,7 +181,7 @@ def _job_config() -> JobConfig:
 def _join(address: str, placement: Placement) -> RayWatch:
     """Join a cluster and return the watch of its GCS and of this machine's raylet."""
     limit, watch = placement.start_timeout_s, RayWatch()
-    late = PlacementError(f"the Ray cluster at placement.address={address} did not answer within {limit:g} s")
+    late = UnavailableError(f"the Ray cluster at placement.address={address} did not answer within {limit:g} s")
     try:
         _check_answer(address)
         with ended_at(limit, lambda: late, lambda: None):

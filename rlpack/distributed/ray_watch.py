@@ -6,6 +6,7 @@ driver that is stuck in Ray's code is ended.
 """
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlpack.distributed.errors import ClusterError
+from rlpack.distributed.errors import ClusterError, UnavailableError
 from rlpack.run_log import current_log
 from rlpack.user_code import exit_now
 
@@ -175,6 +176,8 @@ def end_process(error: Exception, kill: Callable[[], None]) -> None:
     else:
         log.record_failure(error)
     kill()
+    if isinstance(error, UnavailableError):
+        exit_now(os.EX_TEMPFAIL)
     exit_now(_WRONG if isinstance(error, ValueError) else _FAILED)
 
 

@@ -32,7 +32,7 @@ from ray.util.placement_group import (
 from rlpack.config.schema import Pool
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import listing
-from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.errors import PlacementError, UnavailableError
 from rlpack.user_code import Interrupted
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class _DeviceWait:
                 f"{', '.join(f'placement.pools.{name}.{_claim_keys(self._pools[name])}' for name in waiting)}, or the "
                 "ranks of a pool"
             )
-        return PlacementError(
+        return UnavailableError(
             f"{silence}; {listing(free)} are free; wait for others to finish, raise the limit, or lower "
             f"{', '.join(f'placement.pools.{name}.ranks' for name in waiting)}"
         )

@@ -17,6 +17,10 @@ class SinkError(ValueError):
     """A configured sink can't be opened; the message says what is missing."""
 
 
+class SinkUnavailableError(SinkError):
+    """The service of a sink can't be reached at the moment; another attempt may succeed."""
+
+
 class SinkWriteError(RuntimeError):
     """Metrics can't be written during a run; the message names the file and the cause, and says what to do."""
 

@@ -1,5 +1,6 @@
 """The run directory: the names of its files, and checks that a run can use it."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -80,6 +81,12 @@ def remove_unstarted_run(run_dir: Path) -> None:
             run_dir.rmdir()
     except OSError as error:
         logger.warning("the files of the failed run could not be deleted from %s: %s", run_dir, error)
+
+
+def way_out(error: OSError, key: str = "run_dir") -> str:
+    """Return what to do if a run directory can't be written; on a full disk, another one would lose the checkpoints."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "free some space there, and repeat the command" if is_full else f"choose another {key}"
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
@@ -173,7 +180,7 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
         (run_dir / END).unlink(missing_ok=True)
         write_whole(run_dir / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
     except OSError as error:
-        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
+        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); {way_out(error)}") from error
     changed = changed_keys(before, config) if before else []
     if changed:
         old, new = flat(before), flat(config)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Self
 
 from rlpack.observe.errors import RunDirectoryError, RunTakenOverError
-from rlpack.observe.run_dir import LOCK, check_run_dir
+from rlpack.observe.run_dir import LOCK, check_run_dir, way_out
 from rlpack.observe.text import visible
 from rlpack.safe_files import parse_json
 
@@ -189,7 +189,7 @@ def _acquire(run_dir: Path, key: str) -> RunLock:
             if (lock := _try(path, key)) is not None:
                 return lock
     except OSError as error:
-        raise RunDirectoryError(f"{key}={run_dir} can't be written ({error}); choose another {key}") from error
+        raise RunDirectoryError(f"{key}={run_dir} can't be written ({error}); {way_out(error, key)}") from error
 
 
 def _try(path: Path, key: str) -> RunLock | None:

@@ -1,7 +1,6 @@
 """Sinks for metrics: always a JSONL file, optionally TensorBoard and Weights & Biases, behind one protocol."""
 
 import importlib
-import importlib.util
 import json
 import logging
 import math
@@ -9,15 +8,15 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rlpack.batch.errors import DataError
 from rlpack.config.schema import Logger
-from rlpack.installation import how_to_install
-from rlpack.observe.errors import SinkError, SinkWriteError
+from rlpack.installation import how_to_install, is_installed
+from rlpack.observe.errors import SinkError, SinkUnavailableError, SinkWriteError
 from rlpack.observe.metric_table import check_names
 from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
 from rlpack.safe_files import parse_json
@@ -193,17 +192,37 @@ class TensorBoardSink:
         self._writers: dict[LogPhase, Any] = {}
 
     def log(self, step: int, phase: LogPhase, metrics: Mapping[str, float]) -> None:
-        """Add every metric as a scalar."""
+        """Add every metric as a scalar.
+
+        Raises:
+            SinkWriteError: the event file can't be written.
+        """
         check_names(metrics)
-        if phase not in self._writers:
-            self._writers[phase] = self._open(phase)
-        for name, value in metrics.items():
-            self._writers[phase].add_scalar(name, value, step)
+        with self._writing():
+            if phase not in self._writers:
+                self._writers[phase] = self._open(phase)
+            for name, value in metrics.items():
+                self._writers[phase].add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write pending events and close the files."""
+        """Write pending events and close the files.
+
+        Raises:
+            SinkWriteError: an event file can't be written.
+        """
         for writer in self._writers.values():
-            writer.close()
+            with self._writing():
+                writer.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # of TensorBoard's own thread, which writes
+            raise SinkWriteError(
+                f"{self._folder} can't be written ({error}); free some space, or set logger.tensorboard=false, and "
+                "continue the run with resume=auto"
+            ) from error
 
     def _open(self, phase: LogPhase) -> Any:
         """Open the event file of one phase; a completed warm-up is never purged."""
@@ -221,7 +240,8 @@ class WandbSink:
         """Start a W&B run, or continue the one of the run directory.
 
         Raises:
-            SinkError: the API key is missing, or the service refuses the run or can't be reached.
+            SinkError: the API key is missing, or the service refuses the run.
+            SinkUnavailableError: the service can't be reached.
         """
         wandb = importlib.import_module("wandb")
         file = run_dir / WANDB_ID
@@ -234,7 +254,8 @@ class WandbSink:
                 id=run_id, settings=private,
             )  # fmt: skip
         except wandb.Error as error:
-            raise SinkError(
+            is_refused = isinstance(error, wandb.errors.AuthenticationError | wandb.errors.UsageError)
+            raise (SinkError if is_refused else SinkUnavailableError)(
                 f"logger.wandb={mode} can't start: {error}; set the environment variable WANDB_API_KEY or run "
                 "`wandb login`, or set logger.wandb=offline and upload the run later with `wandb sync`"
             ) from error
@@ -318,7 +339,7 @@ def check_packages(settings: Logger, environment: Mapping[str, str] = os.environ
     """
     enabled = {"tensorboard": settings.tensorboard, "wandb": settings.wandb != "disabled"}
     for package, is_enabled in enabled.items():
-        if is_enabled and importlib.util.find_spec(package) is None:
+        if is_enabled and not is_installed(package):
             key = f"logger.{package}"
             raise SinkError(
                 f"{key} needs the package {package}, which is not installed; {how_to_install(package, environment)}, "

@@ -14,6 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from rlpack.batch.errors import DataError
+from rlpack.config.hydra_text import as_argument
 from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
@@ -163,7 +164,8 @@ def _end_section(run_dir: Path, records: plots.Records, config: dict[str, Any]) 
     else:
         title, text = f"{end.status.capitalize()} {place}", f"{end.error} (see {LOG})." if end.error else ""
     if holds_checkpoint(run_dir):
-        text += f" To continue from the last checkpoint, start it with its overrides and run_dir={run_dir} resume=auto."
+        argument = as_argument("run_dir", str(run_dir))
+        text += f" To continue from the last checkpoint, start it with its overrides and {argument} resume=auto."
     return f'<section class="warning"><h2>{_text(title)}</h2><p>{_text(text)}</p></section>'
 
 

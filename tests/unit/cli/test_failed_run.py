@@ -8,10 +8,12 @@ import pytest
 from rlpack.batch.errors import DataError
 from rlpack.cli.failed_run import CONFIG_WRONG, DATA_WRONG, RUN_FAILED, report_failure
 from rlpack.data.length_files import read_lengths
-from rlpack.observe.errors import MetricError
+from rlpack.distributed.errors import UnavailableError
+from rlpack.observe.errors import MetricError, SinkUnavailableError
 from rlpack.run_log import attached_log
 from tests.builders import tiny_rollouts
 
+UNAVAILABLE = [(UnavailableError("Ray did not start"), 75), (SinkUnavailableError("no answer"), 75)]
 RECIPE = '''def draw(rollouts):
     """Add a column that the batch has."""
     return rollouts.union({"uid": rollouts["uid"]}).union(rollouts)
@@ -81,7 +83,9 @@ def test_wrong_data_have_their_own_exit_code(tmp_path: Path, capsys: pytest.Capt
     assert "line" not in capsys.readouterr().err.partition(":")[0]
 
 
-@pytest.mark.parametrize(("error", "code"), [(DataError("rows"), DATA_WRONG), (MetricError("value"), CONFIG_WRONG)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("rows"), DATA_WRONG), (MetricError("value"), CONFIG_WRONG), *UNAVAILABLE]
+)
 def test_errors_after_the_first_step_are_failures_of_the_run(error: Exception, code: int):
     def raised() -> Exception:
         try:

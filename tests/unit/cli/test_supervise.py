@@ -170,6 +170,23 @@ sys.exit({refused} if is_restarted else 1)
     assert supervise([], "run", 2) == 1
 
 
+@pytest.mark.parametrize(("codes", "expected"), [("75 75 75 0", 0), ("75 75 75 75 0", 75), ("2 0", 2), ("3 0", 3)])
+def test_a_first_attempt_is_repeated_if_something_was_unavailable_and_not_if_something_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, expected: int
+):
+    script = f"""#!{sys.executable}
+import sys
+from pathlib import Path
+with Path("attempts").open("a") as file:
+    file.write("x")
+sys.exit({[int(code) for code in codes.split()]}[Path("attempts").stat().st_size - 1])
+"""
+    replace_attempt(tmp_path, monkeypatch, script)
+    monkeypatch.setattr("rlpack.cli.supervise._PAUSE_S", 0.0)
+    assert supervise([], "run", 3) == expected
+    assert attempts_of(tmp_path) == (1 if expected in (2, 3) else 4)
+
+
 def attempts_of(folder: Path) -> int:
     return len((folder / "attempts").read_text())
 

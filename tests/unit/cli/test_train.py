@@ -1,6 +1,7 @@
 import dataclasses
 import errno
 import re
+import shlex
 import sys
 import threading
 from datetime import datetime
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from rlpack.batch.errors import DataError
 from rlpack.cli.main import main
-from rlpack.cli.train import Job, run, with_run_dirs
+from rlpack.cli.train import Job, compose_jobs, run, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
@@ -143,6 +144,38 @@ def test_a_sweep_runs_every_job_in_its_own_directory(ran, tmp_path):
 def test_the_jobs_of_a_sweep_that_name_one_run_dir_get_their_numbers_below_it(ran, tmp_path):
     main(["train", "run_dir=mine", "--multirun", "seed=1,2"])
     assert [config.run_dir for config in ran] == [str(tmp_path / "mine/0"), str(tmp_path / "mine/1")]
+
+
+def test_a_sweep_whose_jobs_have_other_directories_leaves_none_of_its_own(ran, tmp_path):
+    assert main(["train", "-m", "seed=1,2", "run_dir=all"]) == 0
+    assert [Path(config.run_dir).relative_to(tmp_path) for config in ran] == [Path("all/0"), Path("all/1")]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_for_another_attempt_can_be_pasted(ran, tmp_path, capsys):
+    ran.fails = KeyboardInterrupt()
+    run_dir = tmp_path / "Mine ü"
+    (run_dir / "checkpoints" / "train" / "step-1").mkdir(parents=True)
+    (run_dir / "checkpoints" / "train" / "step-1" / "COMMITTED").touch()
+    assert run(compose([]).model_copy(update={"run_dir": str(run_dir), "resume": "auto"})) == 130
+    (words,) = re.findall(r"same command with (.*) to resume", capsys.readouterr().err)
+    again = compose_jobs(shlex.split(words))
+    assert again[0].config.run_dir == str(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["+experiment=smoke"], "+experiment=smoke adds a second choice to the group; write experiment=smoke"),
+        (["run_dir=2024"], "run_dir is 2024; it has to be text; put it in quotes, in a shell as 'run_dir=\"…\"'"),
+        (["--config-dir", "a", "--config-dir", "b"], "--config-dir is given 2 times, but only the last would count"),
+    ],
+)
+def test_a_mistake_has_a_way_out(ran, tmp_path, capsys, words, said):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_sweep_over_run_dirs_keeps_them(ran, tmp_path):
@@ -380,7 +413,7 @@ def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
 
 def test_a_job_is_plain_data():
     names = [field.name for field in dataclasses.fields(Job)]
-    assert names == ["config", "given", "number", "sweep_dir", "overrides", "resume_dir"]
+    assert names == ["config", "given", "number", "sweep_dir", "overrides", "overridden", "resume_dir"]
 
 
 def test_a_run_whose_output_nobody_reads_any_more_ends_quietly_as_by_a_signal(ran, capfd):

@@ -150,8 +150,8 @@ def test_a_process_on_another_node_is_named_with_its_node_where_its_log_is():
 
 
 def test_a_full_gpu_names_the_keys_that_save_memory():
-    text = describe_error(failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")))
-    assert text.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; lower batching.max_tokens")
+    text = describe_error(failure(torch.OutOfMemoryError("CUDA out of memory. Tried.")))
+    assert text.startswith("OutOfMemoryError: CUDA out of memory. Tried.; lower batching.max_tokens")
     assert "actor.gradient_checkpointing=full" in text
     assert "batching" not in describe_error(failure(RuntimeError("out of memory")))
 

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.config.schema import Logger
-from rlpack.observe.errors import SinkError
+from rlpack.observe.errors import SinkError, SinkUnavailableError, SinkWriteError
 from rlpack.observe.metric_table import UnknownMetricWarning
-from rlpack.observe.sinks import JsonlSink, ResumePoint, TensorBoardSink, open_sinks, read_records
+from rlpack.observe.sinks import JsonlSink, ResumePoint, TensorBoardSink, check_packages, open_sinks, read_records
 
 
 def lines(path: Path) -> list[dict]:
@@ -127,9 +128,49 @@ def test_a_service_that_refuses_is_one_clear_error_with_the_fixes(
         raise wandb.errors.UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(SinkError, match=r"logger\.wandb=online can't start: No API key .*WANDB_API_KEY.*wandb=offline"):
+    text = r"logger\.wandb=online can't start: No API key .*WANDB_API_KEY.*wandb=offline"
+    with pytest.raises(SinkError, match=text) as raised:
         open_sinks(Logger(wandb="online"), tmp_path, {})
+    assert not isinstance(raised.value, SinkUnavailableError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_service_that_is_not_reached_may_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def time_out(**options: object) -> None:
+        raise wandb.errors.CommError("Run initialization has timed out")
+
+    monkeypatch.setattr(wandb, "init", time_out)
+    with pytest.raises(SinkUnavailableError, match="can't start: Run initialization has timed out"):
+        open_sinks(Logger(wandb="online"), tmp_path, {})
+
+
+def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "tensorboard"):
+        (tmp_path / name).mkdir()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(SinkError, match=r"needs the package wandb, which is not installed"):
+        check_packages(Logger(wandb="offline"), {})
+    with pytest.raises(SinkError, match=r"needs the package tensorboard, which is not installed"):
+        check_packages(Logger(tensorboard=True), {})
+
+
+def test_events_that_cannot_be_written_are_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    sink.log(1, "train", {"reward/mean": 0.5})
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", fail)
+    text = r"tensorboard can't be written \(.*No space left.*\); free some space, or set logger\.tensorboard=false"
+    with pytest.raises(SinkWriteError, match=text):
+        sink.log(2, "train", {"reward/mean": 0.5})
+    monkeypatch.undo()
+    sink.close()
 
 
 @pytest.mark.parametrize(

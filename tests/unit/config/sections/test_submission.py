@@ -44,7 +44,9 @@ def test_what_is_no_secret_is_the_jobs_environment():
 def test_whole_numbers_of_a_jobs_environment_are_text():
     words = ("job.env_vars.OMP_NUM_THREADS=4", "job.env_vars.OFFSET=-1", "job.env_vars.DEBUG='0'")
     assert compose(words).job.env_vars == {"OMP_NUM_THREADS": "4", "OFFSET": "-1", "DEBUG": "0"}
-    assert problems("job.env_vars.DEBUG=true") == ["job.env_vars.DEBUG is True; it has to be text"]
+    assert problems("job.env_vars.DEBUG=true") == [
+        "job.env_vars.DEBUG is True; it has to be text; put it in quotes, in a shell as 'job.env_vars.DEBUG=\"…\"'"
+    ]
 
 
 @pytest.mark.parametrize(
