@@ -125,8 +125,8 @@ class Session:
         """Return the channel of the actor's weights to the engines; it counts policy versions."""
         channel = WeightChannel(self.actor, self.rollout)
         engine_restarts.keep_weights(channel, self.config, self.store)
-        settings = (self.config.rollout.engine, canary_tokens(len(self.tokenizer)), self.thread)
-        self.rollout.ranks.after_restart(partial(engine_restarts.restore_engines, self.rollout, channel, *settings))
+        settings = (self.rollout, channel, self.config.rollout.engine, canary_tokens(len(self.tokenizer)), self.thread)
+        self.rollout.ranks.after_restart("engines", partial(engine_restarts.restore_engines, *settings))
         return channel
 
     @cached_property

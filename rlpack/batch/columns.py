@@ -87,9 +87,11 @@ def consecutive_rows(sizes: Sequence[int], num_rows: int) -> list[np.ndarray]:
     [array([0]), array([1, 2])]
 
     Raises:
-        DataError: sizes don't add up to the number of rows.
+        DataError: a size is negative, or sizes don't add up to the number of rows.
     """
-    if sum(sizes) != num_rows or any(size < 0 for size in sizes):
+    if negative := [size for size in sizes if size < 0]:
+        raise DataError(f"sizes {list(sizes)} contain {negative[0]}; a part has 0 rows or more")
+    if sum(sizes) != num_rows:
         raise DataError(f"sizes {list(sizes)} add up to {sum(sizes)}, and the batch has {num_rows} rows")
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
     return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]

@@ -26,14 +26,22 @@ def concat_tensors(rows: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[T
         dtype: dtype of the values; None for that of the rows.
 
     Raises:
-        DataError: rows with tokens differ in dtype, or a value does not fit the dtype.
+        DataError: rows with tokens differ in dtype or in the shape of a token, a row has no dimension of tokens, or a
+            value does not fit the dtype.
     """
+    if scalars := [number for number, row in enumerate(rows) if not row.ndim]:
+        raise DataError(f"row {scalars[0]} is a single number; pass a tensor with one entry per token, [n, ...]")
     filled = {number: row for number, row in enumerate(rows) if row.shape[:1] != (0,)}
     first = next(iter(filled), 0)
     for number, row in filled.items():
         if row.dtype != rows[first].dtype:  # torch would convert both, and round integers above 2**24
             raise DataError(
                 f"row {number} is {row.dtype} and row {first} is {rows[first].dtype}; convert all rows to one dtype"
+            )
+        if row.shape[1:] != rows[first].shape[1:]:
+            raise DataError(
+                f"row {number} has the shape {list(row.shape)} and row {first} {list(rows[first].shape)}; all "
+                "dimensions but the first, which counts tokens, have to be the same"
             )
     values = torch.cat(list(filled.values()) or list(rows))
     lengths = torch.tensor([len(row) for row in rows], device=values.device)

@@ -292,10 +292,12 @@ class Ragged:
                 [ 3, -1]])
 
         Raises:
-            DataError: a row is longer than `length`.
+            DataError: a row is longer than `length`, or `length` is negative.
         """
         longest = int(self.lengths.max()) if self.num_rows else 0
         width = longest if length is None else length
+        if width < 0:
+            raise DataError(f"length is {width}; it has to be at least 0")
         if width < longest:
             raise DataError(f"row {int(self.lengths.argmax())} has {longest} tokens, which exceeds the length {width}")
         padded = self.values.new_full((self.num_rows * width, *self.values.shape[1:]), pad_value)

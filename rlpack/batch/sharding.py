@@ -13,7 +13,7 @@ from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
-from rlpack.packing import Batching, MicrobatchPlan, RankPlan, make_plan
+from rlpack.packing import Batching, MicrobatchPlan, PackingError, RankPlan, make_plan
 from rlpack.packing.analysis.layouts import Layout, packed_layout, padded_layout, shared_layout
 from rlpack.packing.prefixes import owners_of, shared_tokens
 
@@ -73,7 +73,12 @@ def plan_by_batch_size(
     """Return a plan in which every `batch_size` rows are one optimizer step over `shards` ranks.
 
     If neither packing nor dynamic batching is requested, a rank's rows of a step are one microbatch.
+
+    Raises:
+        PackingError: `batch_size` is not a whole number of at least 1.
     """
+    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
+        raise PackingError(f"batch_size is {batch_size!r}; it has to be a whole number of at least 1, or None")
     batching = exclusive_batching(sequence_packing, dynamic_batching)
     if batching is None:
         rows = max(1, -(-(batch_size or len(counts)) // max(shards, 1)))

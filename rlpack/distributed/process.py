@@ -4,10 +4,12 @@ Imports no Ray: `rlpack.distributed.rank_actor` makes a Ray actor of it, and tes
 """
 
 import logging
+import math
 import os
 import pickle
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -53,6 +55,18 @@ class _HasBackgroundThreads(Protocol):
     background_threads: int
 
 
+def _check_threads(number: Any, role_class: type[Any]) -> None:
+    """Raise unless a role's number of threads is one.
+
+    Raises:
+        PlacementError: names the class and the value.
+    """
+    if type(number) is not int or number < 1:
+        raise PlacementError(
+            f"{role_class.__name__}.background_threads is {number!r}; set it to a whole number of at least 1"
+        )
+
+
 class RankProcess:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
 
@@ -75,6 +89,8 @@ class RankProcess:
         self._columns: dict[int, list[dict[str, Any]]] = {}
         self._background: dict[int, Future[OffloadedBatch]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._background_ends: dict[str, float] = {}  # of each role's last submitted method that ended
+        self._role_of: dict[int, str] = {}
 
     def open_log(self, path: Path) -> None:
         """Append this process's log records to a file, and record its spans next to it; a failure is only a warning."""
@@ -134,7 +150,10 @@ class RankProcess:
         """Build the role by its class's `from_settings`."""
         context = self._context if layout is None else replace(self._context, layout=layout)
         with _sendable_errors():
-            self._roles[role] = load_class(target).from_settings(context, *settings, **(arguments or {}))
+            built = load_class(target).from_settings(context, *settings, **(arguments or {}))
+            if isinstance(built, _HasBackgroundThreads):
+                _check_threads(built.background_threads, type(built))
+            self._roles[role] = built
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run a method of a role.
@@ -170,12 +189,28 @@ class RankProcess:
             worker = self._roles[role]
             num_threads = worker.background_threads if isinstance(worker, _HasBackgroundThreads) else 1
             self._threads[role] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"background-{role}")
-        self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)
 
-    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:
-        """Return the rows of a submitted method; None if it is not done within `wait_s` seconds."""
+        def run() -> OffloadedBatch:
+            try:
+                return self.call_rows(call_id, role, method, kwargs, *args)
+            finally:
+                self._background_ends[role] = time.monotonic()
+
+        self._background_ends.setdefault(role, -math.inf)
+        self._role_of[call_id] = role
+        self._background[call_id] = self._threads[role].submit(run)
+
+    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | float:
+        """Return the rows of a submitted method.
+
+        If it is not done within `wait_s` seconds, return how many seconds ago the last of the role's submitted methods
+        ended, which may have held it up; infinity if none has.
+        """
         wait([self._background[call_id]], timeout=wait_s)
-        return self._background.pop(call_id).result() if self._background[call_id].done() else None
+        if not self._background[call_id].done():
+            return time.monotonic() - self._background_ends[self._role_of[call_id]]
+        del self._role_of[call_id]
+        return self._background.pop(call_id).result()
 
     def pop_columns(self, call_id: int) -> list[dict[str, Any]]:
         """Return the offloaded columns of a call's rows and forget them."""
@@ -184,6 +219,7 @@ class RankProcess:
     def discard(self, call_id: int) -> None:
         """Forget a call whose rows are not needed: cancel it if it has not started, and drop its columns."""
         future = self._background.pop(call_id, None)
+        self._role_of.pop(call_id, None)
         if future is not None and not future.cancel():
             future.add_done_callback(lambda _: self._columns.pop(call_id, None))  # it runs, or has ended
         self._columns.pop(call_id, None)

@@ -77,8 +77,8 @@ class RankActor(RankProcess):
         with self._readable([*args, *kwargs.values()]):
             return super().call_rows(call_id, role, method, kwargs, *args)
 
-    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | None:
-        """Return the rows of a submitted method, and free batches that are no longer needed; None if it is not done."""
+    def result(self, call_id: int, wait_s: float) -> OffloadedBatch | float:
+        """Do what `RankProcess.result` does, and free batches that are no longer needed."""
         try:
             return super().result(call_id, wait_s)
         finally:

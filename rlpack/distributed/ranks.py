@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -48,7 +49,6 @@ class RayRanks(RestartablePool):
         """Start the processes; arguments are those of `RestartablePool`."""
         super().__init__(*arguments, **named)
         self._usage = UsageLog()
-        self._background_ends: dict[tuple[str, int], float] = {}  # the last, by role and rank
         self._num_loading = 0  # relays and loads under way
         self._row_sources = [
             RowSource(partial(self._actor, rank), partial(self._copy_rows, rank)) for rank in range(self.num_ranks)
@@ -96,13 +96,21 @@ class RayRanks(RestartablePool):
         """
         with self._submitted.awaiting(submitted):
             while True:
+                with self._submitting:  # another thread that restarts the ranks may be starting the call again
+                    started = copy(submitted)
                 try:
-                    return self._collect(submitted)
+                    return self._collect(started)
                 except LostRanksError as lost:
-                    self._start_again(lost, submitted.num_starts)
+                    self._start_again(lost, started.num_starts)
                     if submitted.call.of_start is not None:
                         raise RanksRestartedError(lost.error) from lost.error
-                    self._start(submitted)
+                    self._start_unless(submitted, started.num_starts)
+
+    def _start_unless(self, submitted: SubmittedCall, num_starts: int) -> None:
+        """Start a call again, unless the thread that restarted the ranks has done so since `num_starts`."""
+        with self._submitting:
+            if submitted.num_starts == num_starts:
+                self._start(submitted)
 
     def _collect(self, submitted: SubmittedCall) -> list[Any]:
         """Wait for a call and return the results of its output ranks."""
@@ -128,7 +136,7 @@ class RayRanks(RestartablePool):
 
         Ranks are asked again and again rather than once, so that they answer other calls in between, such as those of
         the engines that share their processes. A rank's calls of a role may run one after another, so the deadline
-        counts from the last of them that ended.
+        counts from the last of them that ended, whether its result was requested or not.
         """
         call, began = submitted.call, time.monotonic()
         results: dict[int, OffloadedBatch] = {}
@@ -138,11 +146,10 @@ class RayRanks(RestartablePool):
             refs = [submitted.actors[rank].result.remote(submitted.call_id, wait_s) for rank in waiting]
             asked = rank_calls(refs, call.role, call.method, ranks=waiting)
             found = dict(zip(waiting, self._wait(asked, self._call_s), strict=True))
-            now, ended = time.monotonic(), {rank: rows for rank, rows in found.items() if rows is not None}
+            now, ended = time.monotonic(), {rank: rows for rank, rows in found.items() if not isinstance(rows, float)}
             results |= ended
-            self._background_ends |= {(call.role, rank): now for rank in ended}
-            latest = {rank: max(began, self._background_ends.get((call.role, rank), began)) for rank in waiting}
-            late = [one for one in asked if one.rank not in results and now > latest[one.rank] + self._call_s]
+            quiet_s = {rank: min(now - began, since) for rank, since in found.items() if isinstance(since, float)}
+            late = [one for one in asked if quiet_s.get(one.rank, 0.0) > self._call_s]
             if late:
                 raise self._missed(late, self._call_s, {self})
             if not ended and not wait_s:

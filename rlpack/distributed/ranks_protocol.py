@@ -31,8 +31,11 @@ class Ranks(Protocol):
         """Return the node of each process."""
         ...
 
-    def after_restart(self, function: Callable[[], None]) -> None:
-        """Call a function after each restart of the processes, before calls are repeated."""
+    def after_restart(self, key: Any, function: Callable[[], None]) -> None:
+        """Call a function after each restart of the processes, instead of an earlier one with this key.
+
+        It is called before calls are repeated, and may call the roles.
+        """
         ...
 
     def submit(self, call: Call) -> Pending[list[Any]]:

@@ -18,10 +18,9 @@ Copies for ranks of another node, of rows or whole objects, live as long as thei
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 from weakref import WeakKeyDictionary
@@ -35,6 +34,7 @@ from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import DRIVER, RoleError, Shortage, StoreFullError, in_units
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, RowSource, for_node
 from rlpack.distributed.ray_internals import stores
+from rlpack.distributed.store_claims import Claim
 from rlpack.distributed.store_leases import StoreLease, current_lease, current_leases
 
 logger = logging.getLogger(__name__)
@@ -50,18 +50,6 @@ _FRESH_S, _SMALL_SHARE = 1.0, 0.01
 
 # Free and all bytes of each node's store.
 Room = Mapping[str, tuple[float, float]]
-
-
-@dataclass(eq=False)
-class _Claim:
-    """Stored or reserved bytes by node, and the leases on them; without leases (None) they are permanent."""
-
-    sizes: dict[str, int]
-    leases: set[StoreLease] | None
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes.values())
 
 
 def _room_of_ray() -> Room:
@@ -100,10 +88,11 @@ class RayStore:
         # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
         self._changed = threading.Condition()
         self._of_node: Counter[str] = Counter()
-        self._claims: set[_Claim] = set()
-        self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
+        self._claims: set[Claim] = set()
+        self._claim_of: WeakKeyDictionary[ObjectHandle, Claim] = WeakKeyDictionary()
         self._leased = self._peak = 0
         self._waits: list[tuple[threading.Thread, StoreLease | None]] = []
+        self._dropped: deque[Claim] = deque()  # of freed objects, and still counted
 
     def measure(self) -> None:
         """Set the size to that of the current nodes, and a budget that wasn't given to its share of it.
@@ -120,7 +109,9 @@ class RayStore:
     @property
     def in_flight(self) -> int:
         """Return the bytes that are stored or reserved."""
-        return sum(self._of_node.values())
+        with self._changed:
+            self._count_dropped()
+            return sum(self._of_node.values())
 
     def spare(self, node: str) -> float:
         """Return the bytes of a node's store that are available to payloads other than batches.
@@ -253,19 +244,33 @@ class RayStore:
                 used.update(claim.sizes)
         return used
 
-    def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> _Claim:
-        claim = _Claim(sizes, leases)
+    def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> Claim:
+        claim = Claim(sizes, leases)
         self._claims.add(claim)
         self._count(claim, +1)
         return claim
 
-    def _drop(self, claim: _Claim) -> None:
-        with self._changed:
+    def _drop(self, claim: Claim) -> None:
+        """Stop counting a claim, without waiting for a thread that holds the lock and may wait for this one.
+
+        Any thread may collect a handle as garbage, also one that answers a question of the thread with the lock.
+        """
+        self._dropped.append(claim)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._count_dropped()
+            finally:
+                self._changed.release()
+
+    def _count_dropped(self) -> None:
+        """Stop counting the claims of freed objects; the lock is held."""
+        while self._dropped:
+            claim = self._dropped.popleft()
             if claim in self._claims:
                 self._claims.discard(claim)
                 self._count(claim, -1)
 
-    def _count(self, claim: _Claim, sign: int) -> None:
+    def _count(self, claim: Claim, sign: int) -> None:
         with self._changed:
             for node, size in claim.sizes.items():
                 self._of_node[node] += sign * size
@@ -355,7 +360,7 @@ class RayStore:
 class Reservation:
     """Reserved bytes: handles take over their own, the rest is returned."""
 
-    def __init__(self, store: RayStore, claim: _Claim) -> None:
+    def __init__(self, store: RayStore, claim: Claim) -> None:
         self._store = store
         self._claim = claim
 

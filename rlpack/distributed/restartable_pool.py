@@ -90,11 +90,10 @@ class RestartablePool(ABC):
         self._pool = PoolProcesses(name, pool, reserved, placement)
         self._store = store
         self._restarts = Restarts() if restarts is None else restarts
-        self._after_restart: list[Callable[[], None]] = []
+        self._after_restart: dict[Any, Callable[[], None]] = {}
         self._is_restarting = self._is_ended = False
         self._failure, self._submitted = FirstFailure(), SubmittedCalls()
-        # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
-        # A restart holds it, too.
+        # Held by restarts and submissions: ranks that got calls in different orders could wait for each other for ever.
         self._submitting = RLock()
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
@@ -160,9 +159,10 @@ class RestartablePool(ABC):
     def _start(self, submitted: SubmittedCall) -> None:
         """Start a call, or start it again."""
 
-    def after_restart(self, function: Callable[[], None]) -> None:
-        """Call a function after each restart, before calls are repeated; it may call the roles."""
-        self._after_restart.append(function)
+    def after_restart(self, key: Any, function: Callable[[], None]) -> None:
+        """Call a function after each restart, instead of an earlier one with this key; then calls are repeated."""
+        self._after_restart.pop(key, None)
+        self._after_restart[key] = function
 
     def _finish_start(self, role: str, method: str, refs: list[ray.ObjectRef]) -> list[Any]:
         return self._wait(rank_calls(refs, role, method), self._start_s)
@@ -203,7 +203,7 @@ class RestartablePool(ABC):
         self._submitted.forget_parts()
         while True:
             self._raise_if_ended(lost)
-            number = self._restarts.record(lost.error)
+            number = self._restarts.record(lost.error, self._pool.name)
             logger.warning(
                 "%s; pool %s is started again and the call repeated (restart %d of at most %d in %d steps)",
                 *(lost.error, self._pool.name, number, MOST_RESTARTS, WINDOW),
@@ -211,7 +211,7 @@ class RestartablePool(ABC):
             self.num_starts += 1
             try:
                 self._pool.start_again(self._finish_start)
-                for function in self._after_restart:
+                for function in list(self._after_restart.values()):
                     function()
                 break
             except LostRanksError as again:

@@ -1,11 +1,11 @@
-"""Restarts of roles, which are limited and counted.
+"""Restarts of pools, which are limited and counted.
 
 A pool without trained roles is a separate failure domain: if a rank of it dies, or doesn't answer by its deadline,
 all ranks of the pool are started again, and the calls that failed are repeated. Roles without state return the same
 rows again, since the seeds of random numbers belong to rows. Invariants (tests/unit/distributed/test_restarts.py):
 
-1. a role is started again at most `MOST_RESTARTS` times in any `WINDOW` consecutive steps; then its error ends the run;
-2. every restart is counted in the metrics of one step.
+1. a pool is started again at most `MOST_RESTARTS` times in any `WINDOW` consecutive steps; then its error ends the run;
+2. every restart is counted in the metrics of one step, by the role that failed.
 """
 
 from collections import Counter, deque
@@ -18,10 +18,10 @@ WINDOW = 100
 
 
 class Restarts:
-    """The restarts of a run, by role.
+    """The restarts of a run.
 
     >>> restarts = Restarts()
-    >>> restarts.record(RoleError("reward", 0, "score", "the process died"))
+    >>> restarts.record(RoleError("reward", 0, "score", "the process died"), "scorers")
     1
     >>> restarts.pop_metrics()
     {'faults/restarts/reward': 1.0}
@@ -31,7 +31,7 @@ class Restarts:
         self._lock = Lock()
         self._step = 0
         self._place: tuple[str, int] | None = None
-        self._steps_of: dict[str, deque[int]] = {}
+        self._steps_of: dict[str, deque[int]] = {}  # by pool
         self._new: Counter[str] = Counter()
         self._seconds = 0.0
 
@@ -41,17 +41,17 @@ class Restarts:
             if self._place != (phase, number):
                 self._place, self._step = (phase, number), self._step + 1
 
-    def record(self, error: RoleError) -> int:
-        """Count a restart, and return how many the role has had in the last `WINDOW` steps, this one included.
+    def record(self, error: RoleError, pool: str) -> int:
+        """Count a restart, and return how many the pool has had in the last `WINDOW` steps, this one included.
 
         Raises:
-            RoleError: `error` itself: the role was started again too often.
+            RoleError: `error` itself: the pool was started again too often.
         """
         with self._lock:
-            recent = self._steps_of.setdefault(error.role, deque(maxlen=MOST_RESTARTS))
+            recent = self._steps_of.setdefault(pool, deque(maxlen=MOST_RESTARTS))
             if len(recent) == MOST_RESTARTS and recent[0] > self._step - WINDOW:
                 error.hint = (
-                    f"role {error.role} was started again {MOST_RESTARTS} times within {WINDOW} steps before; remove "
+                    f"pool {pool} was started again {MOST_RESTARTS} times within {WINDOW} steps before; remove "
                     "the cause, which run.log and Ray's logs may name, and resume with resume=auto"
                 )
                 raise error

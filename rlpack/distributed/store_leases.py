@@ -1,7 +1,7 @@
 """StoreLease: keeps payloads in Ray's object store alive (`rlpack.distributed.ray_store`) until it is released."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, copy_context
 from types import TracebackType
@@ -55,14 +55,12 @@ class StoreLease:
         self.opener = threading.current_thread()
         self.threads = {self.opener}  # not their idents, which later threads get again
         self.handles: WeakSet[ObjectHandle] = WeakSet()
-        self.outer: StoreLease | None = None
         self.is_released = False
 
     def __enter__(self) -> Self:
         assert not self.is_released, f"the lease of {self.name} was released"
         self.threads.add(threading.current_thread())
-        self.outer = _CURRENT.get()
-        _CURRENT.set(self)
+        _CURRENT.set((*_CURRENT.get(), self))
         return self
 
     def __exit__(
@@ -107,8 +105,10 @@ class StoreLease:
         self._store.release(self, list(self.handles))
         self.handles.clear()
         self.held_bytes = 0
-        while (current := _CURRENT.get()) is not None and current.is_released:
-            _CURRENT.set(current.outer)
+        leases = _CURRENT.get()
+        while leases and leases[-1].is_released:
+            leases = leases[:-1]
+        _CURRENT.set(leases)
 
     def count(self, size: int) -> None:
         """Count bytes that are stored or reserved under the lease, or freed if negative."""
@@ -118,17 +118,15 @@ class StoreLease:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
 
-_CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=None)
+# The leases whose blocks a thread is in, from the outermost.
+_CURRENT: ContextVar[tuple[StoreLease, ...]] = ContextVar("rlpack_leases", default=())
 
 
 def current_lease() -> StoreLease | None:
     """Return the lease under which this thread stores payloads."""
+    return next(iter(_CURRENT.get()[::-1]), None)
+
+
+def current_leases() -> tuple[StoreLease, ...]:
+    """Return the leases whose blocks this thread is in, from the outermost."""
     return _CURRENT.get()
-
-
-def current_leases() -> Iterator[StoreLease]:
-    """Yield the leases whose blocks this thread is in."""
-    lease = _CURRENT.get()
-    while lease is not None:
-        yield lease
-        lease = lease.outer

@@ -169,10 +169,11 @@ class WorkerGroup(Generic[W]):
     def run_at_every_start(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role as `run` does, and again whenever its ranks are started again.
 
-        Use it for methods that set the role's state, such as its weights: a restart only builds the role.
+        Use it for methods that set the role's state, such as its weights: a restart only builds the role. Of several
+        calls of a method, the last is repeated.
         """
         result = self.run(method, *args, **kwargs)
-        self.ranks.after_restart(lambda: self._run_again(method, *args, **kwargs))
+        self.ranks.after_restart((self.role, method.__name__), lambda: self._run_again(method, *args, **kwargs))
         return result
 
     def _run_again(self, method: Callable[Concatenate[W, P], R], /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -198,8 +199,10 @@ class WorkerGroup(Generic[W]):
             RoleError: raised by `Pending.result`, as in `run`.
             MissingColumnError: the batch of a sharded call lacks a column that the method reads.
             PackingError: the batch of a sharded call cannot be planned.
+            TypeError: an argument is a list, tuple or dict with a batch, whose columns the ranks could not read.
         """
         dispatch = self._dispatch(method)
+        _refuse_nested_batches(method, [*args, *kwargs.values()])
         if dispatch.kind == "sharded":
             return self._submit_sharded(method, dispatch, args, dict(kwargs))
         num_called = self.num_ranks if dispatch.kind == "broadcast" else 1
@@ -355,6 +358,16 @@ class _Turns:
         with self._lock:
             first, self._next = self._next, (self._next + len(planned)) % self._dp_size
         return [(rank + first) % self._dp_size for rank in planned]
+
+
+def _refuse_nested_batches(method: Callable[..., Any], values: Sequence[Any]) -> None:
+    for value in values:
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if any(isinstance(one, BatchedDataDict) for one in within):
+            raise TypeError(
+                f"{method.__qualname__} was given a {type(value).__name__} with a batch, whose columns ranks can't "
+                "read there; pass each batch as a separate argument"
+            )
 
 
 def _data_ranks_with_rows(plan: MicrobatchPlan) -> Sequence[int]:

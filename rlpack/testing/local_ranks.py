@@ -53,9 +53,9 @@ class LocalRanks:
         """Return the same node for all ranks."""
         return ["this process"] * self.num_ranks
 
-    def after_restart(self, function: Callable[[], None]) -> None:
+    def after_restart(self, key: Any, function: Callable[[], None]) -> None:
         """Do nothing: there is no restart."""
-        del function
+        del key, function
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Run a call now; waiting returns its results or raises.

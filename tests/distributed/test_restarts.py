@@ -117,7 +117,7 @@ def test_engines_that_are_replaced_have_the_deadline_of_a_start_in_addition(
 def test_an_update_is_sent_again_to_ranks_that_were_started_again(groups: Groups, tmp_path: Path):
     group = groups["damaged"]
     channel = WeightChannel(groups["packed"], group)
-    group.ranks.after_restart(channel.agree)
+    group.ranks.after_restart("channel", channel.agree)
     group.run(Echo.harm_bucket, 2, "death")
     channel.transfer()
     (loaded,) = group.run(Echo.loaded_weights, tiny_rollouts([(1, 1)]).keep(["input_ids"]))

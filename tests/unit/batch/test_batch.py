@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import FIELDS
 from rlpack.batch.ragged import Ragged
+from rlpack.packing import PackingError
+from tests.builders import tiny_rollouts
 
 few = settings(max_examples=40, deadline=None)
 
@@ -128,7 +132,7 @@ def test_padding_is_the_fields_own():
         (lambda b: b.union(b.select([1, 0]).rename({n: n + "2" for n in b})), "rows of the two batches differ"),
         (lambda b: b.union(b.select([1]).rename({n: n + "2" for n in b})), "has 1 rows and .* has 2"),
         (lambda b: b.split([1, 2]), "add up to 3, and the batch has 2 rows"),
-        (lambda b: b.split([3, -1]), "add up to 2"),
+        (lambda b: b.split([3, -1]), r"contain -1; a part has 0 rows or more"),
         (lambda b: b.ragged("uid"), "'uid' is list; it must be per-token"),
         (lambda b: b.dense("uid"), "'uid' is list; it must be a per-row"),
         (lambda b: b.concat([]), "at least one batch"),
@@ -173,3 +177,14 @@ def test_dense_and_list_columns_of_no_row_are_fine():
     assert BatchedDataDict({}).num_rows == 0
     assert BatchedDataDict.concat([empty, empty]).num_rows == 0
     assert make([[1]]).select([])["input_ids"].values.dtype == torch.int64
+
+
+def test_a_part_of_fewer_than_no_rows_is_named():
+    with pytest.raises(DataError, match=r"sizes \[4, -1\] contain -1; a part has 0 rows or more"):
+        tiny_rollouts([(2, 4)] * 3).split([4, -1])
+
+
+@pytest.mark.parametrize("batch_size", [2.0, 2.5, 0, -1, "2"])
+def test_a_wrong_batch_size_is_named(batch_size: Any):
+    with pytest.raises(PackingError, match=r"batch_size is .*; it has to be a whole number of at least 1, or None"):
+        tiny_rollouts([(2, 4)] * 4).shard_by_batch_size(2, batch_size)

@@ -253,3 +253,23 @@ def test_nonzero_tokens_are_counted_row_by_row(rows: list[list[int]]):
     for values in (column.values, column.values.float(), column.values != 0):
         counts = column.with_values(values).count_nonzero()
         assert (counts.tolist(), counts.dtype) == (expected, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([torch.ones(2), torch.tensor(1.0)], r"row 1 is a single number; pass a tensor with one entry per token"),
+        (
+            [torch.ones(0, 7), torch.ones(1, 2), torch.ones(1, 3)],
+            r"row 2 has the shape \[1, 3\] and row 1 \[1, 2\]; all dimensions but the first, which counts tokens",
+        ),
+    ],
+)
+def test_rows_whose_tokens_have_other_shapes_are_named(rows: list[torch.Tensor], message: str):
+    with pytest.raises(DataError, match=message):
+        Ragged.from_rows(rows)
+
+
+def test_a_negative_length_is_named():
+    with pytest.raises(DataError, match="length is -5; it has to be at least 0"):
+        Ragged.from_rows([], torch.int64).to_padded(length=-5)

@@ -1,3 +1,4 @@
+import math
 import pickle
 import sys
 import threading
@@ -329,6 +330,33 @@ def test_a_role_says_how_many_of_its_background_calls_run_at_a_time(process: Ran
         assert process.result(call_id, 30) is not None
         assert process.pop_columns(call_id) == [{"text": [str(call_id)]}]
     assert (sorted(worker.started), worker.most) == ([*range(6)], 3)
+
+
+def test_a_background_call_that_waits_says_when_the_last_one_of_its_role_ended(process: RankProcess):
+    process.start_role("waiter", f"{__name__}:Waiter", (tiny_config(), tiny_tokenizer()))
+    waiter = process._roles["waiter"]
+    process.submit(1, "waiter", "tell", {})
+    assert process.result(1, 0.0) == math.inf
+    waiter.may_end.set()
+    assert not isinstance(process.result(1, 30), float)
+    waiter.may_end.clear()
+    process.submit(2, "waiter", "tell", {})
+    time.sleep(0.05)
+    since = process.result(2, 0.0)
+    assert isinstance(since, float)
+    assert 0.05 <= since < 30
+    waiter.may_end.set()
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "4", None, True])
+def test_a_wrong_number_of_background_threads_is_named_as_the_role_is_built(
+    process: RankProcess, monkeypatch: pytest.MonkeyPatch, number: Any
+):
+    monkeypatch.setattr(Teller, "background_threads", number, raising=False)
+    with pytest.raises(
+        PlacementError, match=r"Teller\.background_threads is .*; set it to a whole number of at least 1"
+    ):
+        process.start_role("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
 
 
 def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):

@@ -20,7 +20,7 @@ from rlpack.distributed import ray_store
 from rlpack.distributed.errors import StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
-from rlpack.distributed.store_leases import StoreLease
+from rlpack.distributed.store_leases import StoreLease, current_leases
 
 GB = 10**9
 # Longer than any test takes: a wait where no room can come exceeds the test's time limit.
@@ -104,6 +104,46 @@ def test_a_lease_counts_what_it_holds_and_the_most_that_it_held():
         later.hold(batch_in(other))
     assert (lease.held_bytes, lease.peak_bytes) == (0, 90)
     assert (later.held_bytes, later.peak_bytes) == (30, 30)
+
+
+def test_a_lease_may_be_entered_again_in_its_own_block():
+    store = store_of()
+    with store.lease("a step") as lease:
+        handle = lease.run(lambda: lease.run(lambda: put(store, 30)))
+        with pytest.raises(StoreFullError):
+            lease.run(lambda: put(store, 80))
+        assert (lease.held_bytes, handle.is_readable) == (30, True)
+        with lease:
+            pass
+        assert not handle.is_readable
+    assert (store.in_flight, current_leases()) == (0, ())
+
+
+def test_a_thread_that_stores_under_a_lease_leaves_the_leases_of_others_as_they_are():
+    store = store_of()
+    with store.lease("a step"):
+        with store.lease("a part") as part:
+            run_in_thread(lambda: part.run(lambda: put(store, 30))).join(LONG_S)
+        handle = put(store, 50)
+    assert (handle.is_readable, store.in_flight) == (False, 0)
+
+
+def test_a_handle_that_the_thread_that_asks_ray_collects_holds_nobody_up():
+    handles: list[ObjectHandle] = []
+
+    def collect() -> dict[str, tuple[float, float]]:
+        if handles:
+            thread = run_in_thread(handles.clear)
+            thread.join(5.0)
+            assert not thread.is_alive(), "it waits for the lock of the thread that asks"
+        return {"a": (GB, GB)}
+
+    store = RayStore(100, wait_s=LONG_S, room=collect)
+    with store.lease("a step"):
+        handles.append(put(store, 60))
+        handles.append(put(store, 30))
+        kept = put(store, 80)
+        assert (store.in_flight, kept.is_readable) == (80, True)
 
 
 def test_a_lease_that_is_released_while_a_thread_stores_under_it_holds_nothing():

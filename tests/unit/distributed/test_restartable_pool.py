@@ -1,5 +1,6 @@
 """What a pool does after a death, without Ray: a test says what its ranks answer."""
 
+import math
 import threading
 import time
 from dataclasses import replace
@@ -62,7 +63,7 @@ def pool_of(processes: Processes, *, is_restartable: bool = True) -> RayRanks:
     ranks = RayRanks.__new__(RayRanks)
     ranks.is_restartable, ranks.num_starts, ranks._is_ended, ranks._is_restarting = is_restartable, 1, False, False
     ranks._pool, ranks._store = cast(Any, processes), Mock(producer_of=lambda error: None)
-    ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), [], SubmittedCalls()
+    ranks._restarts, ranks._after_restart, ranks._submitted = Restarts(), {}, SubmittedCalls()
     ranks._submitting, ranks._call_s, ranks._start_s, ranks._usage = threading.RLock(), 60.0, 60.0, UsageLog()
     ranks._failure, ranks._num_loading = FirstFailure(), 0
     return ranks
@@ -256,9 +257,9 @@ class Scorer:
         self.asks, self.waits, self.discard = asks, list[float](), Mock()
         self.result = SimpleNamespace(remote=self._answer)
 
-    def _answer(self, call_id: int, wait_s: float) -> str | None:
+    def _answer(self, call_id: int, wait_s: float) -> str | float:
         self.waits.append(wait_s)
-        return "rows" if len(self.waits) == self.asks else None
+        return "rows" if len(self.waits) == self.asks else math.inf
 
 
 @pytest.mark.parametrize("others", ["none", "an engine's call", "another background call", "a relay"])
@@ -266,7 +267,6 @@ def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
     monkeypatch: pytest.MonkeyPatch, others: str
 ):
     pool, scorer, pauses = pool_of(Processes()), Scorer(asks=4), list[float]()
-    pool._background_ends = {}
     monkeypatch.setattr("rlpack.distributed.ranks.rank_calls", lambda refs, *_, ranks: [Mock(rank=0, answer=refs[0])])
     monkeypatch.setattr("rlpack.distributed.ranks.time.sleep", pauses.append)
     monkeypatch.setattr(pool, "_wait", lambda asked, timeout_s: [one.answer for one in asked])
@@ -287,3 +287,58 @@ def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
         assert scorer.waits == [0.0] * 4  # a call of the engine waits for none of them
         assert len(pauses) == 3
         assert all(0 < pause <= 0.1 for pause in pauses)
+
+
+@pytest.mark.parametrize(("ended_ago", "is_late"), [([0.05] * 8, False), ([0.05, 0.2, 0.4, 0.6, 0.8], True)])
+def test_a_background_call_has_its_deadline_from_the_last_one_that_ended_before_it_collected_or_not(
+    monkeypatch: pytest.MonkeyPatch, ended_ago: list[float], is_late: bool
+):
+    pool, answers = pool_of(Processes()), iter([*ended_ago, "rows"])
+    pool._call_s = 0.3
+    monkeypatch.setattr("rlpack.distributed.ranks.rank_calls", lambda refs, *_, ranks: [Mock(rank=0, answer=refs[0])])
+
+    def wait(asked: list[Any], timeout_s: float) -> list[Any]:
+        time.sleep(0.1)
+        return [one.answer for one in asked]
+
+    monkeypatch.setattr(pool, "_wait", wait)
+    monkeypatch.setattr(pool, "_missed", lambda late, limit_s, pools: TimeoutError(f"{len(late)} late"))
+    scorer = SimpleNamespace(result=SimpleNamespace(remote=lambda call_id, wait_s: next(answers)))
+    score = SubmittedCall(Call("reward", "score", [()], {}, background=True), 1, actors=[scorer])
+    score.calls = [call_of_rank(0, "reward")]
+    with pool._submitted.awaiting(score):
+        if is_late:
+            with pytest.raises(TimeoutError, match="1 late"):
+                pool._background_results(score)
+        else:
+            assert pool._background_results(score) == ["rows"]
+
+
+def test_a_call_that_another_thread_has_started_again_is_not_started_twice_and_its_ranks_are_not_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pool = pool_of(Processes())
+    started, restarts = list[int](), list[LostRanksError]()
+    submitted = SubmittedCall(Call("rollout", "generate", [()], {}), 1, num_starts=1)
+
+    def collect(taken: SubmittedCall) -> list[str]:
+        if taken.num_starts == 2:
+            return ["rows"]
+        pool.num_starts = submitted.num_starts = 2  # another thread restarts the ranks, and starts the call again
+        raise LostRanksError(RoleError("rollout", 0, "generate", "the process died"), {pool})
+
+    monkeypatch.setattr(pool, "_collect", collect)
+    monkeypatch.setattr(pool, "_restart", restarts.append)
+    monkeypatch.setattr(pool, "_start", lambda call: started.append(call.call_id))
+    assert pool._result(submitted) == ["rows"]
+    assert (started, restarts) == ([], [])
+
+
+def test_of_the_functions_with_one_key_the_last_runs_after_a_restart():
+    pool, called = pool_of(Processes()), list[str]()
+    pool.after_restart("weights", lambda: called.append("old weights"))
+    pool.after_restart("other", lambda: called.append("other"))
+    pool.after_restart("weights", lambda: called.append("new weights"))
+    for function in pool._after_restart.values():
+        function()
+    assert called == ["other", "new weights"]

@@ -1,4 +1,4 @@
-"""How many restarts a role may have, and where they are counted."""
+"""How many restarts a pool may have, and where they are counted."""
 
 import pytest
 
@@ -10,15 +10,15 @@ def death(role: str = "reward") -> RoleError:
     return RoleError(role, 0, "score", "the process died")
 
 
-def test_a_role_may_be_started_again_three_times_in_a_hundred_steps():
+def test_a_pool_may_be_started_again_three_times_in_a_hundred_steps():
     restarts = Restarts()
     for number in (1, 40, 40, 100):
         restarts.begin_step("train", number)
         if number < 100:
-            restarts.record(death())
-    restarts.record(death("judge"))  # roles are counted one by one
-    with pytest.raises(RoleError, match="role reward was started again 3 times within 100 steps before"):
-        restarts.record(death())
+            restarts.record(death("judge" if number == 1 else "reward"), "scorers")
+    restarts.record(death(), "engines")  # pools are counted one by one
+    with pytest.raises(RoleError, match="pool scorers was started again 3 times within 100 steps before"):
+        restarts.record(death("verifier"), "scorers")
 
 
 def test_restarts_of_long_ago_do_not_count():
@@ -26,10 +26,10 @@ def test_restarts_of_long_ago_do_not_count():
     for number in range(1, 302):
         restarts.begin_step("train", number)
         if number % 34 == 1:  # 1, 35, 69, 103: at most three in a window
-            assert restarts.record(death()) <= 3
+            assert restarts.record(death(), "scorers") <= 3
     for number in range(302, 307):
         restarts.begin_step("train", number)
-    restarts.record(death())
+    restarts.record(death(), "scorers")
 
 
 def test_an_evaluation_belongs_to_its_step():
@@ -43,7 +43,7 @@ def test_every_restart_is_in_the_metrics_of_one_step():
     restarts = Restarts()
     assert restarts.pop_metrics() == {}
     for role in ("reward", "judge", "reward"):
-        restarts.record(death(role))
+        restarts.record(death(role), "scorers")
     restarts.add_seconds(1.5)
     expected = {"faults/restarts/reward": 2.0, "faults/restarts/judge": 1.0, "time/restart_s": 1.5}
     assert restarts.pop_metrics() == expected

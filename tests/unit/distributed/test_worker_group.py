@@ -107,7 +107,7 @@ class LocalRanks:
         ]
         return Pending(lambda: [pickle.loads(pickled[rank]) for rank in call.outputs])
 
-    def after_restart(self, function: Callable[[], None]) -> None:
+    def after_restart(self, key: Any, function: Callable[[], None]) -> None:
         function()
 
     def relay(self, relays: Sequence[Relay], target: Any, kept: list[Any] | None = None) -> list[Any]:
@@ -225,6 +225,15 @@ def test_a_call_that_needs_whole_groups_gets_each_of_them_in_one_microbatch():
     assert len(planned.run(Doubler.groups_of_microbatches, batch, True)) == 2
     with pytest.raises(PackingError, match="plan with whole_groups=True"):
         doublers.with_plan(doublers.plan(batch)).run(Doubler.groups_of_microbatches, batch, True)
+
+
+@pytest.mark.parametrize("nest", [lambda batch: [batch], lambda batch: (1, batch), lambda batch: {"rows": batch}])
+def test_a_batch_inside_another_argument_is_refused_before_the_call(nest: Callable[[Any], Any]):
+    doublers = group(Batching(max_tokens=24))
+    batch = tiny_rollouts(SIZES)
+    with pytest.raises(TypeError, match=r"Doubler\.double was given a (list|tuple|dict) with a batch, .* separate arg"):
+        doublers.run(Doubler.double, batch, nest(batch))
+    assert doublers.ranks.called == []
 
 
 @pytest.mark.parametrize(

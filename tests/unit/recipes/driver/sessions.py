@@ -63,7 +63,7 @@ class UnmeasuredRanks:
     num_ranks = num_starts = 1
     nodes = ("a",)
 
-    def after_restart(self, function: Callable[[], None]) -> None: ...
+    def after_restart(self, key: Any, function: Callable[[], None]) -> None: ...
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
         return {}
