@@ -132,8 +132,8 @@ def test_an_exception_is_not_repeated_and_neither_is_a_fault_that_comes_again_an
         group.run(Echo.times_after_faults, BATCH, {1: ["kill"] * 9}, str(tmp_path))
     assert group.ranks.num_starts == starts + 3
     assert str(failure.value).endswith(
-        "; role lost was started again 3 times within 100 steps before; remove the cause, which run.log and Ray's logs "
-        "may name, and resume with resume=auto"
+        f"; pool {group.ranks._pool.name} was started again 3 times within 100 steps before; remove the cause, which "
+        "run.log and Ray's logs may name, and resume with resume=auto"
     )
     assert all(ends(group, rank) for rank in range(2))
     assert failure.value.original is None
