@@ -256,7 +256,7 @@ class RayStore:
         Any thread may collect a handle as garbage, also one that answers a question of the thread with the lock.
         """
         self._dropped.append(claim)
-        if self._changed.acquire(blocking=False):
+        if self._changed.acquire(timeout=0.0):
             try:
                 self._count_dropped()
             finally:
