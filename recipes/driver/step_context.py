@@ -116,7 +116,7 @@ class StepContext:
         self.progress = replace(self.progress, **changes)
 
     def measure_later(self, submit: Callable[[], Pending[R]], record: Callable[[R, BatchedDataDict], None]) -> None:
-        """Leave a call whose result only metrics need until the update was submitted, so that it delays no update.
+        """Defer a call whose result only metrics need until the update is submitted, so that the update doesn't wait.
 
         Args:
             submit: starts the call, which must not read the weights; `update_actor` calls it.
@@ -125,7 +125,7 @@ class StepContext:
         self._measurements.append(_Measurement(submit, record))
 
     def submit_measurements(self) -> None:
-        """Start the calls that were left until now."""
+        """Submit the deferred calls."""
         for measurement in self._measurements:
             measurement.submit()
 

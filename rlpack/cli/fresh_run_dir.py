@@ -6,6 +6,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+_FOLDER = "runs"
 # Returns the run directory of a recipe's run that starts at a time.
 Namer = Callable[[datetime, str], str]
 
@@ -16,7 +17,7 @@ def names(now: datetime, recipe: str) -> Iterator[Path]:
     >>> next(names(datetime(2026, 1, 2, 3, 4, 5), "grpo")).as_posix()
     'runs/2026-01-02_03-04-05-grpo'
     """
-    base = Path("runs") / f"{now:%Y-%m-%d_%H-%M-%S}-{recipe}"
+    base = Path(_FOLDER) / f"{now:%Y-%m-%d_%H-%M-%S}-{recipe}"
     yield base
     for number in count(2):
         yield base.with_name(f"{base.name}-{number}")
@@ -34,17 +35,17 @@ def reserved_names() -> Iterator[Namer]:
     A directory that can't be created is left to the checks of the run, whose message has the key.
     """
     created: list[Path] = []
+    was_missing = not Path(_FOLDER).exists()
 
     def reserve(now: datetime, recipe: str) -> str:
         for name in names(now, recipe):
-            missing = [folder for folder in (name, *name.parents) if not folder.exists()]
             try:
                 name.mkdir(parents=True)
             except FileExistsError:
                 continue
             except OSError:
                 return str(name)
-            created.extend(folder.absolute() for folder in missing)
+            created.append(name.absolute())
             return str(name)
         raise AssertionError("names never end")
 
@@ -52,5 +53,6 @@ def reserved_names() -> Iterator[Namer]:
         yield reserve
     finally:
         with suppress(OSError):  # the first that isn't empty
-            for folder in created:
-                folder.rmdir()
+            for folder in (*created, *(name.parent for name in created if was_missing)):
+                with suppress(FileNotFoundError):  # a run that fails early removes its own
+                    folder.rmdir()

@@ -1,4 +1,4 @@
-"""Warnings about losses and KL terms that have no effect, or another one than their names suggest."""
+"""Warnings about losses and KL terms that have no effect, or not the expected one."""
 
 from collections.abc import Iterator
 
@@ -29,9 +29,8 @@ def _kl_term(config: Config) -> Iterator[str]:
     if algorithm.kl_placement == "reward" and is_scaled and "algorithm.scale" not in recipe_of(config).ignores:
         yield (
             "algorithm.kl_placement is reward and algorithm.scale is std: in a group whose responses have equal "
-            "rewards, the KL term alone makes the difference, and dividing by its standard deviation makes the "
-            "advantages as large as any, whatever algorithm.kl_coef is; set algorithm.kl_placement=loss, or "
-            "algorithm.scale=none"
+            "rewards, advantages come from the KL term alone, and dividing by the standard deviation scales them to "
+            "full size, whatever algorithm.kl_coef is; set algorithm.kl_placement=loss, or algorithm.scale=none"
         )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from rlpack.config.preset_files import GLOBAL
+
+_EXPERIMENT = "experiment"
 
 
 def overridden_choices(
@@ -24,31 +26,32 @@ def overridden_choices(
         values: the composed configuration.
     """
     chosen = dict(override.split("=", 1) for override in overrides if "=" in override)
-    experiment = chosen.pop("experiment", "null")
-    if experiment in ("null", "[]"):
-        return
+    names = chosen.pop(_EXPERIMENT, "").strip("[]").split(",")
+    setters = {key: name for name in names for key in _keys(_EXPERIMENT, name.strip(), folders)}
     for group, choice in chosen.items():
-        for key, value in _keys(group, choice, folders):
+        for key, value in _keys(group, choice, folders).items():
             final = _value_of(values, key)
             is_given = any(f"{key}.".startswith(f"{name}.") for name in given if name != group)
-            if final != value and not is_given:
+            if key.startswith(f"{group}.") and key in setters and final != value and not is_given:
                 yield (
-                    f"{group}={choice} sets {key}={_text(value)}, but experiment={experiment}, which comes last, sets "
-                    f"{_text(final)}; add {key}={_text(value)} to the command if you want that value"
+                    f"{group}={choice} sets {key}={_text(value)}, but experiment={setters[key]}, which comes last, "
+                    f"sets {_text(final)}; add {key}={_text(value)} to the command if you want that value"
                 )
 
 
-def _keys(group: str, choice: str, folders: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys below a group that a preset sets to plain values, with these values."""
+def _keys(group: str, choice: str, folders: Sequence[Path]) -> dict[str, Any]:
+    """Return the keys that a preset sets to plain values, with these values."""
     paths = (folder / group / f"{choice.removesuffix('.yaml')}.yaml" for folder in folders)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        return
-    text = path.read_text(encoding="utf-8")
-    values = yaml.safe_load(text) or {}
-    for key, value in _flat(values.get(group, {}) if GLOBAL in text else values, group):
-        if not isinstance(value, list) and not (isinstance(value, str) and ("${" in value or value == "???")):
-            yield key, value
+        return {}
+    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # with the types of the composed values
+    is_global = GLOBAL in path.read_text(encoding="utf-8")
+    return {
+        key: value
+        for key, value in _flat(loaded, "" if is_global else group)
+        if not isinstance(value, list) and not (isinstance(value, str) and ("${" in value or value == "???"))
+    }
 
 
 def _flat(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -57,7 +60,7 @@ def _flat(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         return
     for name, value in values.items():
         if name != "defaults":
-            yield from _flat(value, f"{prefix}.{name}")
+            yield from _flat(value, f"{prefix}.{name}".lstrip("."))
 
 
 def _value_of(values: Mapping[str, Any], key: str) -> Any:

@@ -11,7 +11,7 @@ from rlpack.config.engine_rules import engine_warnings
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
-from rlpack.config.schema import Algorithm, Config, Judge, Logger, Reference
+from rlpack.config.schema import Algorithm, Config, Judge, Reference
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.installation import RAY_JOB
@@ -125,16 +125,16 @@ def _unread_keys(config: Config, given: Collection[str] | None) -> Iterator[str]
 def _unread_settings(config: Config, given: Collection[str] | None) -> Iterator[str]:
     """Yield settings of a job, of W&B and of the judge that the command sets for a run without them."""
     for name in ("env_vars", "pip"):
-        is_given = given is None or any(f"{key}.".startswith(f"job.{name}.") for key in given)
+        is_given = any(f"{key}.".startswith(f"job.{name}.") for key in given or ())
         if getattr(config.job, name) and is_given and RAY_JOB not in os.environ:
             instead = "set the variables in its environment" if name == "env_vars" else "install the packages"
             yield f"job.{name} is set but unused: it is for `rlpack submit`; to run here, {instead}"
-    if config.logger.wandb_project != Logger().wandb_project and config.logger.wandb == "disabled":
+    if "logger.wandb_project" in (given or ()) and config.logger.wandb == "disabled":
         yield (
             f"logger.wandb_project is {config.logger.wandb_project} but unused: logger.wandb is disabled; set it to "
             "online or offline"
         )
-    if config.judge.url is None and config.judge != Judge():
+    if config.judge.url is None and any(key.startswith("judge.") for key in given or ()):
         yield "judge.* is set but unused: judge.url is null"
 
 

@@ -20,10 +20,8 @@ _CAUSE_GRACE_S = 1.0
 # What Ray raises for a process that ended; one that its memory monitor killed has an error without the actor's id.
 DEATHS = (RayActorError, OutOfMemoryError)
 
-_ON_FULL_GPU = (
-    "; lower batching.max_tokens, or set actor.gradient_checkpointing=full; the guide's section Memory lists more, and "
-    "--dry-run estimates what helps"
-)
+# Roles that run microbatches of the batching section, and the trained ones of them.
+_WITH_BATCHES, _TRAINED = ("actor", "critic", "reference", "reward_model"), ("actor", "critic")
 
 # Submission order of all calls of this process, across pools.
 _ORDER = count()
@@ -136,8 +134,7 @@ def describe_error(error: RayError, place: RankPlace | None = None) -> str:
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
         line = place_in_user_code(str(error))  # which contains the traceback
-        text = text if line in text else text + line
-        return text + _ON_FULL_GPU if isinstance(error.cause, torch.OutOfMemoryError) else text
+        return text if line in text else text + line
     on_node = "" if place is None else place.on_node
     process = f"process {place.pid}{on_node}" if place is not None and on_node else "the process"
     if isinstance(error, OutOfMemoryError):
@@ -150,6 +147,28 @@ def describe_error(error: RayError, place: RankPlace | None = None) -> str:
         folder = f"the Ray session's logs folder{' on that node' if on_node else ''}"
         return f"{process} died; its log, in {folder}, says why (out of memory, a signal, a crash)"
     return f"{type(error).__name__}: {error}"
+
+
+def role_error(call: RankCall, cause: RayError, text: str) -> RoleError:
+    """Return the error for a failed call, with the exception that the role raised, if any, and a hint if one helps."""
+    error = RoleError(call.role, call.rank, call.method, text)
+    error.hint = memory_hint(call.role, cause)
+    if isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
+        error.original = cause.cause
+    return error
+
+
+def memory_hint(role: str, error: RayError) -> str | None:
+    """Return what saves memory if a GPU is full; None for any other error."""
+    if not isinstance(error, RayTaskError) or not isinstance(error.cause, torch.OutOfMemoryError):
+        return None
+    more = 'more under "If a GPU runs out of memory" in the guide'
+    if role == "rollout":
+        return f"lower rollout.max_num_seqs; {more}"
+    if role not in _WITH_BATCHES:
+        return more
+    checkpointing = f", or set {role}.gradient_checkpointing=full" if role in _TRAINED else ""
+    return f"lower batching.max_tokens{checkpointing}; {more}"
 
 
 def describe_context(

@@ -39,6 +39,7 @@ from rlpack.distributed.failures import (
     first_cause,
     lost_node_error,
     rank_calls,
+    role_error,
 )
 from rlpack.distributed.first_failure import FirstFailure
 from rlpack.distributed.layout import ParallelLayout
@@ -316,14 +317,10 @@ class RestartablePool(ABC):
         if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
             text = f"the process that held tokens or texts for {call.role}.{call.method} died"
             return RoleError(*producer, call.method, text)
-        # Some may have answered since the failure was noticed.
-        waiting = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []
-        unanswered = {ref: earlier[ref] for ref in waiting}
+        refs = ray.wait([*earlier], num_returns=len(earlier), timeout=0)[1] if earlier else []  # others answered since
+        unanswered = {ref: earlier[ref] for ref in refs}
         context = describe_context(call, cause, unanswered, self._submitted.names_in_background())
-        error = RoleError(call.role, call.rank, call.method, describe_error(cause, place) + context)
-        if isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-            error.original = cause.cause
-        return error
+        return role_error(call, cause, describe_error(cause, place) + context)
 
 
 def _call_of_dead_rank(

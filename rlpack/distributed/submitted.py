@@ -111,7 +111,7 @@ class SubmittedCalls:
     def has_others(self, submitted: SubmittedCall) -> bool:
         """Return whether the pool has other calls, whose results may have been requested."""
         with self._lock:
-            return any(one is not submitted for one in (*self._calls.values(), *self._awaited.values()))
+            return any(one != submitted.call_id for one in (*self._calls, *self._awaited))
 
     def num_awaited_in_background(self) -> int:
         """Return how many calls that run in threads are waited for."""

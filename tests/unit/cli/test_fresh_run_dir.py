@@ -24,6 +24,13 @@ def test_runs_that_start_in_one_second_get_different_directories(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_that_the_run_has_removed_leaves_no_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with reserved_names() as reserve:
+        Path(reserve(NOW, "grpo")).rmdir()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_with_a_run_in_it_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with reserved_names() as reserve:

@@ -18,6 +18,14 @@ def warnings(*words: str) -> list[str]:
 def mine(tmp_path: Path) -> tuple[str, str]:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(MINE)
+    own = {
+        "model/own": "config:\n  model_type: qwen2\n  rms_norm_eps: 1e-6\n",
+        "rollout/cool": "temperature: 0.5\n",
+        "placement/own": "# @package _global_\nrollout:\n  temperature: 0.7\n",
+    }
+    for name, text in own.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
     return ("--config-dir", str(tmp_path))
 
 
@@ -39,6 +47,8 @@ def test_an_experiment_that_overrides_a_chosen_preset_is_named_with_the_way_out(
         ("experiment=mine",),
         ("logger=tensorboard", "experiment=mine"),
         ("logger=console", "experiment=mine", "logger.tensorboard=false"),
+        ("model=own", "experiment=mine"),  # 1e-6 is the same number in YAML's and in OmegaConf's eyes
+        ("rollout=cool", "placement=own", "experiment=mine"),  # it is not the experiment that overrides it
         ("recipe=ppo", "experiment=mine"),  # an experiment's steps are meant to replace those of the recipe
     ],
 )
@@ -49,6 +59,7 @@ def test_nothing_is_said_where_the_choice_has_its_effect(mine: tuple[str, str], 
 def test_a_users_own_choice_counts_where_hydra_finds_it(mine: tuple[str, str]):
     folder = Path(mine[1]) / "logger"
     folder.mkdir()
+    (Path(mine[1]) / "experiment" / "other.yaml").write_text("# @package _global_\ntrainer:\n  steps: 4\n")
     (folder / "quiet.yaml").write_text("tensorboard: false\nwandb_project: mine\n")
-    (found,) = warnings(*mine, "logger=quiet", "experiment=mine")
+    (found,) = warnings(*mine, "logger=quiet", "experiment=[mine,other]")
     assert found.startswith("logger=quiet sets logger.tensorboard=false, but experiment=mine")

@@ -20,6 +20,7 @@ from rlpack.distributed.failures import (
     describe_error,
     error_beside_stopped,
     first_cause,
+    memory_hint,
 )
 from rlpack.distributed.rank_processes import ProcessId
 
@@ -149,11 +150,19 @@ def test_a_process_on_another_node_is_named_with_its_node_where_its_log_is():
     assert killed.startswith("process 4321 on node 10.0.0.2 was killed by Ray's memory monitor, since its node ran out")
 
 
-def test_a_full_gpu_names_the_keys_that_save_memory():
-    text = describe_error(failure(torch.OutOfMemoryError("CUDA out of memory. Tried.")))
-    assert text.startswith("OutOfMemoryError: CUDA out of memory. Tried.; lower batching.max_tokens")
-    assert "actor.gradient_checkpointing=full" in text
-    assert "batching" not in describe_error(failure(RuntimeError("out of memory")))
+@pytest.mark.parametrize(
+    ("role", "hint"),
+    [
+        ("actor", "lower batching.max_tokens, or set actor.gradient_checkpointing=full; more under "),
+        ("reference", "lower batching.max_tokens; more under "),
+        ("rollout", "lower rollout.max_num_seqs; more under "),
+        ("own", "more under "),
+    ],
+)
+def test_a_full_gpu_names_the_keys_that_save_memory_of_its_role(role: str, hint: str):
+    full = failure(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert memory_hint(role, full) == f'{hint}"If a GPU runs out of memory" in the guide'
+    assert memory_hint(role, failure(RuntimeError("out of memory"))) is None
 
 
 def test_a_late_or_stopped_process_on_another_node_is_named_with_its_node():

@@ -269,7 +269,7 @@ def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
     pool, scorer, pauses = pool_of(Processes()), Scorer(asks=4), list[float]()
     monkeypatch.setattr("rlpack.distributed.ranks.rank_calls", lambda refs, *_, ranks: [Mock(rank=0, answer=refs[0])])
     monkeypatch.setattr("rlpack.distributed.ranks.time.sleep", pauses.append)
-    monkeypatch.setattr(pool, "_wait", lambda asked, timeout_s: [one.answer for one in asked])
+    monkeypatch.setattr(pool, "_wait", lambda asked, timeout_s: [getattr(one, "answer", None) for one in asked])
     score = SubmittedCall(Call("reward", "score", [()], {}, background=True), 1, actors=[scorer])
     score.calls = [call_of_rank(0, "reward")]
     if others == "a relay":
@@ -279,8 +279,9 @@ def test_ranks_wait_for_a_background_call_only_while_the_pool_has_no_other(
         other = SubmittedCall(Call("rollout", "advance", [()], {}, background=is_background), 2)
         other.calls = [call_of_rank(0)]
         pool._submitted.add(other)
-    with pool._submitted.awaiting(score):
-        assert pool._background_results(score) == ["rows"]
+    monkeypatch.setattr(pool, "_store_rows", lambda submitted, rows: rows)
+    monkeypatch.setattr(pool._usage, "unwrap", lambda role, method, results, limit_s: results)
+    assert pool._result(replace(score, call=replace(score.call, returns_rows=True))) == {0: "rows"}
     if others == "none":
         assert (len(set(scorer.waits)), min(scorer.waits) > 0, pauses) == (1, True, [])
     else:
@@ -334,11 +335,16 @@ def test_a_call_that_another_thread_has_started_again_is_not_started_twice_and_i
     assert (started, restarts) == ([], [])
 
 
-def test_of_the_functions_with_one_key_the_last_runs_after_a_restart():
-    pool, called = pool_of(Processes()), list[str]()
-    pool.after_restart("weights", lambda: called.append("old weights"))
-    pool.after_restart("other", lambda: called.append("other"))
-    pool.after_restart("weights", lambda: called.append("new weights"))
-    for function in pool._after_restart.values():
-        function()
-    assert called == ["other", "new weights"]
+def test_of_the_functions_with_one_key_the_last_runs_after_a_restart_before_calls_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pool, done = pool_of(Processes()), list[str]()
+    monkeypatch.setattr(pool._pool, "start_again", lambda finish: done.append("processes"), raising=False)
+    monkeypatch.setattr(pool._pool, "name", "scorers", raising=False)
+    monkeypatch.setattr(pool, "_start", lambda submitted: done.append(submitted.call.method))
+    pool.after_restart("weights", lambda: done.append("old weights"))
+    pool.after_restart("other", lambda: done.append("other"))
+    pool.after_restart("weights", lambda: done.append("new weights"))
+    pool._submitted.add(SubmittedCall(Call("reward", "score", [()], {}), 1))
+    pool._start_again(LostRanksError(RoleError("reward", 0, "score", "the process died"), {pool}), num_starts=1)
+    assert done == ["processes", "other", "new weights", "score"]
