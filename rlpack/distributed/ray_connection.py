@@ -208,9 +208,7 @@ def _runtime_env() -> dict[str, dict[str, str]] | None:
 
 
 def _no_cluster(address: str, error: Exception) -> PlacementError:
-    # A head node that restarts refuses connections; a wrong name or token stays wrong.
-    may_pass = isinstance(error, OSError) and not isinstance(error, socket.gaierror)
-    return (UnavailableError if may_pass else PlacementError)(
+    return PlacementError(
         f"no Ray cluster answers at placement.address={address}: {error}; "
         "start one with `ray start --head`, check that its token is known here (RAY_AUTH_MODE, "
         "RAY_AUTH_TOKEN_PATH), or set placement.address=null to start one for this run"
