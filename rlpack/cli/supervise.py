@@ -52,13 +52,13 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
     words = [word for word in arguments if word.lstrip("+").partition("=")[0] not in ("run_dir", "resume", "supervise")]
     words += [f"run_dir={hydra_text(run_dir)}", "supervise=0"]
     resume = [word for word in arguments if word.lstrip("+").startswith("resume=")]
-    code, stalled, refused, has_begun = RUN_FAILED, 0, 0, False  # begun: an attempt has passed its checks
+    code, stalled, refused, has_started = RUN_FAILED, 0, 0, False  # an attempt has passed its checks
     for number in range(restarts + 1):
         before = newest_checkpoints(Path(run_dir))
         code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
         is_wrong = code in (CONFIG_WRONG, DATA_WRONG)
         is_refused = is_wrong or code == UNAVAILABLE
-        if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_wrong and not has_begun):
+        if is_wanted or code in (DONE, INTERRUPTED, BROKEN_PIPE) or (is_wrong and not has_started):
             return INTERRUPTED if code < 0 else code  # a signal ended it before it could handle one
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
@@ -68,7 +68,7 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
         has_stalled = code > 0 and newest_checkpoints(Path(run_dir)) == before
         refused = refused + 1 if is_refused else 0
         if not is_refused:  # otherwise no step was taken
-            has_begun, stalled = True, stalled + 1 if has_stalled else 0
+            has_started, stalled = True, stalled + 1 if has_stalled else 0
         if stalled > 1 and not is_refused:
             _report(run_dir, f"the run ended with {cause} twice without a new checkpoint; it is not restarted")
             break
